@@ -1,0 +1,5 @@
+"""Text in, text out: tokens, chat rendering and the parsing of model output. Pure Python; nothing here imports jax."""
+
+from dgemma_jax.text.tokenizer import IncrementalDecoder, Tokenizer
+
+__all__ = ["IncrementalDecoder", "Tokenizer"]

@@ -1,0 +1,1 @@
+"""DiffusionGemma in JAX."""

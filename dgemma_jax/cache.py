@@ -1,0 +1,92 @@
+"""The key/value cache: full buffers for full layers, rings of the window for sliding layers, a length per row."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dgemma_jax.config import Config
+from dgemma_jax.shapes import Keys, Lengths
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Committed keys (rotated) and values (normed) of every layer.
+
+    k, v: one f[B,S,K,H] per layer. Position p of a row lies in slot p of a full layer (S = capacity) and in slot
+    p % S of a sliding layer (S = min(window, capacity)). lengths i32[B]: positions written so far; what lies in slots
+    not yet written has no influence.
+    """
+
+    k: tuple[Float[Array, "B S K H"], ...]
+    v: tuple[Float[Array, "B S K H"], ...]
+    lengths: Lengths
+
+    @property
+    def capacity(self) -> int:
+        """Positions a row can hold."""
+        return max(buffer.shape[1] for buffer in self.k)
+
+
+def init_cache(config: Config, batch: int, capacity: int, dtype: str | None = None) -> KVCache:
+    """An empty cache for `batch` rows of up to `capacity` positions; dtype None: the config's.
+
+    Raises ValueError if batch or capacity is not positive.
+    """
+    if batch < 1 or capacity < 1:
+        raise ValueError(f"init_cache: batch {batch} and capacity {capacity} must be at least 1")
+
+    def buffers() -> tuple[Array, ...]:
+        return tuple(
+            jnp.zeros(
+                (batch, _slots(config, layer.kind, capacity), layer.num_key_value_heads, layer.head_dim),
+                dtype or config.dtype,
+            )
+            for layer in config.layers
+        )
+
+    return KVCache(k=buffers(), v=buffers(), lengths=jnp.zeros(batch, jnp.int32))
+
+
+def _slots(config: Config, kind: str, capacity: int) -> int:
+    return min(config.sliding_window, capacity) if kind == "sliding" else capacity
+
+
+def write(
+    buffer: Float[Array, "B S K H"], new: Keys, start: Lengths, count: Lengths, *, ring: bool
+) -> Float[Array, "B S K H"]:
+    """Put the first count[b] entries of new f[B,T,K,H] at positions start[b]..; of a ring only the last S survive.
+
+    Entries that do not survive, padding, and positions beyond a full buffer are dropped, so the scatter never writes
+    a slot twice and, donated, works in place.
+    """
+    slots = buffer.shape[1]
+    index = jnp.arange(new.shape[1])[None]
+    position = start[:, None] + index
+    kept = (index < count[:, None]) & (index >= count[:, None] - slots)
+    if not ring:
+        kept &= position < slots
+    rows = jnp.arange(buffer.shape[0])[:, None]
+    return buffer.at[rows, jnp.where(kept, position % slots, slots)].set(new.astype(buffer.dtype), mode="drop")
+
+
+def grow(config: Config, cache: KVCache, capacity: int) -> KVCache:
+    """The same contents in a larger cache. Raises ValueError where a ring would have to change its size.
+
+    Capacities come in powers of two times the window, so a ring has its final size from the start.
+    """
+
+    def resize(buffer: Array, kind: str) -> Array:
+        missing = _slots(config, kind, capacity) - buffer.shape[1]
+        if missing < 0 or (missing and kind == "sliding"):
+            raise ValueError(f"grow: a cache of {cache.capacity} positions cannot become one of {capacity}")
+        return jnp.pad(buffer, ((0, 0), (0, missing), (0, 0), (0, 0)))
+
+    kinds = [layer.kind for layer in config.layers]
+    return replace(
+        cache,
+        k=tuple(resize(b, kind) for b, kind in zip(cache.k, kinds, strict=True)),
+        v=tuple(resize(b, kind) for b, kind in zip(cache.v, kinds, strict=True)),
+    )

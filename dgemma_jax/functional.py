@@ -1,0 +1,100 @@
+"""The functional layer: (graph, params, arrays) in, arrays out, for notebooks, training and the denoising loop.
+
+Every function can be jitted with graph closed over. params is the plain nested dict of `Model.params`.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from dgemma_jax.cache import KVCache
+from dgemma_jax.config import Config
+from dgemma_jax.diffusion.random import proposal_uniforms
+from dgemma_jax.kernels.vocab_head import HeadStats, vocab_head
+from dgemma_jax.kernels.vocab_head import reference as head_reference
+from dgemma_jax.model.transformer import merge
+from dgemma_jax.shapes import Canvas, CanvasHidden, Hidden, Lengths, Logits, PerRow, RowKeys, Tokens
+
+
+def encode(
+    graph: nnx.GraphDef, params: dict, tokens: Tokens, lengths: Lengths, cache: KVCache
+) -> tuple[KVCache, Hidden]:
+    """Read tokens causally and append them to the cache: prompt prefill, whole or in chunks, and commits.
+
+    tokens i32[B,T], rows right-padded; lengths i32[B]: tokens of each row that count (0 leaves a row as it is).
+    Returns the cache with lengths added and the final-normed states f[B,T,D]; states of padding mean nothing.
+    Outside jit, raises ValueError where a row would exceed the cache's capacity; inside jit that is the caller's care.
+    """
+    _check_room(lengths, cache)
+    return merge(graph, params).encode(tokens, lengths, cache)
+
+
+def denoise_logits(
+    graph: nnx.GraphDef, params: dict, canvas: Canvas, cache: KVCache, soft: CanvasHidden | None = None
+) -> Logits:
+    """Logits f32[B,C,V] of a canvas behind the cached prefix: soft-capped, without temperature.
+
+    soft f[B,C,D]: self-conditioning input of the step before (`soft_embedding`); None and zeros both mean none, as in
+    the first step of every canvas.
+    """
+    model = merge(graph, params)
+    hidden = model.denoise(canvas, cache, soft)
+    return head_reference.capped_logits(hidden, model.embedder.table[...], model.config.final_logit_softcapping)
+
+
+def soft_embedding(graph: nnx.GraphDef, params: dict, logits: Logits) -> CanvasHidden:
+    """softmax(logits) @ table * sqrt(D), f[B,C,D]; logits f32[B,C,V] already divided by the step's temperature."""
+    embedder = merge(graph, params).embedder
+    return head_reference.soft_embedding(jax.nn.softmax(logits, axis=-1), embedder.table[...], embedder.scale)
+
+
+def denoise(
+    graph: nnx.GraphDef,
+    params: dict,
+    canvas: Canvas,
+    cache: KVCache,
+    soft: CanvasHidden | None,
+    temperature: PerRow,
+    keys: RowKeys,
+    *,
+    suppress: Bool[Array, " V"] | Bool[Array, "B V"] | Int[Array, " n"] | None = None,
+    draw_temperature: PerRow | None = None,
+) -> HeadStats:
+    """One pass over a canvas and its vocabulary head: argmax, sample, entropy, logprob and the next soft embedding.
+
+    temperature f32[B] > 0. keys: one per row, already holding canvas and step (`diffusion.random.step_keys`).
+    suppress: ids never produced, as a mask (True = suppressed, for all rows or row by row) or as ids.
+    draw_temperature f32[B] divides the proposal's logits once more; 0: the proposal is the argmax; None: 1.
+    """
+    model = merge(graph, params)
+    config: Config = model.config
+    B, C = canvas.shape
+    return vocab_head(
+        model.denoise(canvas, cache, soft),
+        model.embedder.table[...],
+        temperature,
+        jnp.ones(B, jnp.float32) if draw_temperature is None else draw_temperature,
+        proposal_uniforms(keys, C, config.vocab_size),
+        _suppression(suppress, B, config.vocab_size),
+        softcap=config.final_logit_softcapping,
+        scale=model.embedder.scale,
+    )
+
+
+def _suppression(suppress: Array | None, rows: int, vocab: int) -> Bool[Array, "B V"] | None:
+    if suppress is None:
+        return None
+    suppress = jnp.asarray(suppress)
+    if suppress.dtype != bool:
+        suppress = jnp.zeros(vocab, bool).at[suppress].set(True)
+    return jnp.broadcast_to(suppress, (rows, vocab))
+
+
+def _check_room(lengths: Lengths, cache: KVCache) -> None:
+    total = cache.lengths + lengths
+    if not isinstance(total, jax.core.Tracer) and int(total.max()) > cache.capacity:
+        raise ValueError(
+            f"encode: {int(total.max())} positions exceed the cache's capacity of {cache.capacity}; "
+            "make it larger with init_cache(config, batch, capacity)"
+        )

@@ -1,0 +1,51 @@
+"""Attention of one layer: projections, norms, rotary positions, then the mixed-causal op."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float32
+
+from dgemma_jax.config import Config, LayerConfig
+from dgemma_jax.kernels.mixed_attention import mixed_attention
+from dgemma_jax.model.layers import RMSNorm, rms_norm, rotate, weight
+from dgemma_jax.shapes import CachedKeys, Hidden, Keys, Lengths, RowMask
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with normed queries, keys and values and scale 1.
+
+    Full layers have no value projection: their value is the raw key projection, normed without weight, not rotated.
+    """
+
+    def __init__(self, config: Config, layer: LayerConfig, dtype: str):
+        D, N, K, H = config.hidden_size, config.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+        self.q = weight(D, N, H, dtype=dtype)
+        self.k = weight(D, K, H, dtype=dtype)
+        if layer.kind == "sliding":
+            self.v = weight(D, K, H, dtype=dtype)
+        self.o = weight(N, H, D, dtype=dtype)
+        self.q_norm = RMSNorm(H, config.rms_norm_eps, dtype)
+        self.k_norm = RMSNorm(H, config.rms_norm_eps, dtype)
+        self.eps = config.rms_norm_eps
+        self.window = config.sliding_window if layer.kind == "sliding" else None
+
+    def project(self, x: Hidden, table: Float32[Array, "2 B T h"]) -> tuple[Array, Keys, Keys]:
+        """q f[B,T,N,H], k and v f[B,T,K,H] of normed layer inputs; norm before rotation."""
+        q = jnp.einsum("btd,dnh->btnh", x, self.q[...])
+        k = jnp.einsum("btd,dkh->btkh", x, self.k[...])
+        v = k if self.window is None else jnp.einsum("btd,dkh->btkh", x, self.v[...])
+        return rotate(self.q_norm(q), table), rotate(self.k_norm(k), table), rms_norm(v, self.eps)
+
+    def __call__(
+        self,
+        x: Hidden,
+        table: Float32[Array, "2 B T h"],
+        prefix_k: CachedKeys,
+        prefix_v: CachedKeys,
+        prefix_length: Lengths,
+        own_length: Lengths,
+        causal: RowMask,
+    ) -> tuple[Hidden, Keys, Keys]:
+        """The layer's attention output and the pass's own keys and values, for whoever writes them to the cache."""
+        q, k, v = self.project(x, table)
+        out = mixed_attention(q, k, v, prefix_k, prefix_v, prefix_length, own_length, causal, window=self.window)
+        return jnp.einsum("btnh,nhd->btd", out, self.o[...]), k, v

@@ -1,0 +1,128 @@
+"""The DiffusionGemma text model: one stack of layers that encodes causally and denoises bidirectionally.
+
+Source: transformers' DiffusionGemma; the equations are restated where they are computed.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from flax import nnx
+
+from dgemma_jax.cache import KVCache, write
+from dgemma_jax.config import Config, LayerConfig
+from dgemma_jax.model.attention import Attention
+from dgemma_jax.model.experts import Experts, Router
+from dgemma_jax.model.layers import MLP, Embedder, RMSNorm, rms_norm, rotary_table, weight
+from dgemma_jax.model.vision import VisionTower
+from dgemma_jax.shapes import Canvas, CanvasHidden, Hidden, Lengths, RowMask
+
+LAYER_NORMS = (
+    "input_norm",
+    "post_attention_norm",
+    "pre_mlp_norm",
+    "post_mlp_norm",
+    "pre_experts_norm",
+    "post_experts_norm",
+    "post_feedforward_norm",
+)
+
+
+class Layer(nnx.Module):
+    """Attention, then a dense MLP and experts side by side, every branch normed before and after."""
+
+    def __init__(self, config: Config, layer: LayerConfig, dtype: str):
+        for name in LAYER_NORMS:
+            setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, dtype))
+        self.attention = Attention(config, layer, dtype)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
+        self.router = Router(config, dtype)
+        self.experts = Experts(config, dtype)
+        self.encoder_scalar = weight(dtype=dtype)
+        self.decoder_scalar = weight(dtype=dtype)
+
+    def feed_forward(self, h: Hidden) -> Hidden:
+        """h + norm(dense(h) + experts(h)); the router reads h itself, not the experts' normed input."""
+        dense = self.post_mlp_norm(self.mlp(self.pre_mlp_norm(h)))
+        tokens = h.reshape(-1, h.shape[-1])
+        weights, ids = self.router(tokens)
+        mixed = self.experts(self.pre_experts_norm(tokens), weights, ids).reshape(h.shape)
+        return h + self.post_feedforward_norm(dense + self.post_experts_norm(mixed))
+
+    def scalar(self, causal: RowMask) -> Hidden:
+        """The factor of the whole residual stream: the encoder's in causal rows, the decoder's in denoising rows."""
+        return jnp.where(causal, self.encoder_scalar[...], self.decoder_scalar[...])[:, None, None]
+
+
+class SelfConditioning(nnx.Module):
+    """Adds what the previous step expected at each position, then norms the sum (also when there is nothing to add)."""
+
+    def __init__(self, config: Config, dtype: str):
+        self.pre_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config.hidden_size, config.self_conditioning_size, dtype)
+        self.eps = config.rms_norm_eps
+
+    def __call__(self, embedded: CanvasHidden, soft: CanvasHidden | None) -> CanvasHidden:
+        if soft is not None:
+            embedded = embedded + self.mlp(self.pre_norm(soft.astype(embedded.dtype)))
+        return rms_norm(embedded, self.eps)
+
+
+class Transformer(nnx.Module):
+    """All weights; `encode` for prompts and commits, `denoise` for one pass over a canvas."""
+
+    def __init__(self, config: Config, dtype: str):
+        self.config = config
+        self.embedder = Embedder(config.vocab_size, config.hidden_size, dtype)
+        self.self_conditioning = SelfConditioning(config, dtype)
+        self.layers = nnx.List([Layer(config, layer, dtype) for layer in config.layers])
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if config.vision is not None:
+            self.vision = VisionTower(config, config.vision, dtype)
+
+    def encode(self, tokens: Canvas, lengths: Lengths, cache: KVCache) -> tuple[KVCache, Hidden]:
+        """Causal pass over the first lengths[b] tokens of each row, appended to the cache; final-normed states."""
+        causal = jnp.ones(tokens.shape[0], bool)
+        hidden, k, v = self.run(self.embedder(tokens), cache, lengths, causal, keep=True)
+        return replace(cache, k=k, v=v, lengths=cache.lengths + lengths), hidden
+
+    def denoise(self, canvas: Canvas, cache: KVCache, soft: CanvasHidden | None) -> CanvasHidden:
+        """Bidirectional pass over the canvas behind the cached prefix; the cache is only read."""
+        B, C = canvas.shape
+        x = self.self_conditioning(self.embedder(canvas), soft)
+        hidden, _, _ = self.run(x, cache, jnp.full(B, C, jnp.int32), jnp.zeros(B, bool), keep=False)
+        return hidden
+
+    def run(
+        self, x: Hidden, cache: KVCache, own_length: Lengths, causal: RowMask, *, keep: bool
+    ) -> tuple[Hidden, tuple, tuple]:
+        """All layers and the final norm; with keep, also the cache's buffers with this pass's keys and values."""
+        positions = cache.lengths[:, None] + jnp.arange(x.shape[1])
+        ropes = {"sliding": self.config.sliding_rope, "full": self.config.full_rope}
+        shapes = {(layer.kind, layer.head_dim) for layer in self.config.layers}
+        tables = {(kind, width): rotary_table(ropes[kind], width, positions) for kind, width in sorted(shapes)}
+        ks, vs = [], []
+        for spec, layer, prefix_k, prefix_v in zip(self.config.layers, self.layers, cache.k, cache.v, strict=True):
+            table = tables[spec.kind, spec.head_dim]
+            out, k, v = layer.attention(
+                layer.input_norm(x), table, prefix_k, prefix_v, cache.lengths, own_length, causal
+            )
+            x = layer.feed_forward(x + layer.post_attention_norm(out)) * layer.scalar(causal)
+            if keep:
+                ks.append(write(prefix_k, k, cache.lengths, own_length, ring=spec.kind == "sliding"))
+                vs.append(write(prefix_v, v, cache.lengths, own_length, ring=spec.kind == "sliding"))
+        return self.final_norm(x), tuple(ks), tuple(vs)
+
+
+def build(config: Config, dtype: str | None = None) -> tuple[nnx.GraphDef, dict]:
+    """The model's structure and its parameters as shapes, nothing allocated.
+
+    Returns (graph, abstract): graph goes to the functional layer together with params; abstract is the nested dict of
+    jax.ShapeDtypeStruct that params must match. dtype None: the config's.
+    """
+    graph, state = nnx.split(Transformer(config, dtype or config.dtype))
+    return graph, nnx.to_pure_dict(state)
+
+
+def merge(graph: nnx.GraphDef, params: dict) -> Transformer:
+    """The model object, for use inside a jitted function."""
+    return nnx.merge(graph, nnx.State(params))

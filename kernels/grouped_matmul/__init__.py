@@ -1,0 +1,29 @@
+"""The expert layer: every token through its A chosen experts, no capacity limit, nothing dropped."""
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Float32, Int32
+
+from dgemma_jax.kernels.grouped_matmul import reference
+
+IMPLEMENTATIONS = {"reference": reference.experts}
+
+
+def experts(
+    x: Float[Array, "R D"],
+    gate_up: Float[Array, "E D F"],
+    down: Float[Array, "E I D"],
+    weights: Float32[Array, "R A"],
+    ids: Int32[Array, "R A"],
+    *,
+    implementation: Literal["auto", "reference"] = "auto",
+) -> Float[Array, "R D"]:
+    """out[r] = sum_a weights[r,a] * (gelu(x[r] Wg) * (x[r] Wu)) Wd with the matrices of expert ids[r,a].
+
+    x: R tokens. gate_up: F = 2I columns, gate first. weights in fp32; they need not sum to 1. The sum over experts is
+    accumulated in fp32 and rounded once. tanh GELU. ids of one token are distinct.
+    """
+    name = "reference" if implementation == "auto" else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"experts: implementation {name!r} is unknown; choose from auto, reference")
+    return IMPLEMENTATIONS[name](x, gate_up, down, weights, ids)

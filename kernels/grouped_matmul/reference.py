@@ -1,0 +1,22 @@
+"""The expert layer, dense over all experts: the definition, and the differentiable path for training."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+
+def experts(
+    x: Float[Array, "R D"],
+    gate_up: Float[Array, "E D F"],
+    down: Float[Array, "E I D"],
+    weights: Float32[Array, "R A"],
+    ids: Int32[Array, "R A"],
+) -> Float[Array, "R D"]:
+    """See `dgemma_jax.kernels.grouped_matmul.experts`."""
+    E, width = gate_up.shape[0], down.shape[1]
+    # Ids of one token are distinct, so this is a scatter; a one-hot product keeps it a plain matrix product.
+    dense = jnp.sum(jax.nn.one_hot(ids, E, dtype=jnp.float32) * weights[:, :, None], axis=1)
+    inner = jnp.einsum("rd,edf->ref", x, gate_up)
+    hidden = jax.nn.gelu(inner[..., :width], approximate=True) * inner[..., width:]
+    weighted = (hidden.astype(jnp.float32) * dense[:, :, None]).astype(x.dtype)
+    return jnp.einsum("rei,eid->rd", weighted, down, preferred_element_type=jnp.float32).astype(x.dtype)

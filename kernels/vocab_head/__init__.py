@@ -1,0 +1,39 @@
+"""The vocabulary head: from the last hidden states of a canvas to everything that denoising needs of its logits."""
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float32
+
+from dgemma_jax.kernels.vocab_head import reference
+from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
+from dgemma_jax.shapes import CanvasHidden, PerRow, Table
+
+__all__ = ["TILE", "HeadStats", "vocab_head"]
+
+IMPLEMENTATIONS = {"reference": reference.vocab_head}
+
+
+def vocab_head(
+    hidden: CanvasHidden,
+    table: Table,
+    temperature: PerRow,
+    draw_temperature: PerRow,
+    uniforms: Float32[Array, "B U C"],
+    suppress: Bool[Array, "B V"] | None,
+    *,
+    softcap: float,
+    scale: float,
+    implementation: Literal["auto", "reference"] = "auto",
+) -> HeadStats:
+    """Soft-capped logits of every position, reduced to argmax, proposal, entropy, log-probability and soft embedding.
+
+    Order: softcap in fp32, suppressed ids (True) to -inf, temperature[b] > 0; the proposal's logits are divided by
+    draw_temperature[b] once more (0: the proposal is the argmax). uniforms: U = 1 + ceil(V / TILE) numbers in [0, 1)
+    per position, see `reference.draw`. scale: the embedding's factor, sqrt(D) rounded to the table's dtype.
+    """
+    name = "reference" if implementation == "auto" else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"vocab_head: implementation {name!r} is unknown; choose from auto, reference")
+    return IMPLEMENTATIONS[name](
+        hidden, table, temperature, draw_temperature, uniforms, suppress, softcap=softcap, scale=scale
+    )

@@ -1,0 +1,73 @@
+"""The vocabulary head with all logits in memory: the definition every streamed implementation is tested against."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
+from dgemma_jax.shapes import Canvas, CanvasHidden, Logits, PerRow, Table
+
+
+def capped_logits(hidden: CanvasHidden, table: Table, softcap: float) -> Logits:
+    """softcap * tanh(hidden . table / softcap), accumulated and capped in fp32: bf16 would tie the top logits."""
+    raw = jnp.einsum("bcd,vd->bcv", hidden, table, preferred_element_type=jnp.float32)
+    return softcap * jnp.tanh(raw / softcap)
+
+
+def soft_embedding(probabilities: Logits, table: Table, scale: float) -> CanvasHidden:
+    """(p @ table) * scale: the expected scaled embedding; p is cast once, the product accumulates in fp32."""
+    mean = jnp.einsum("bcv,vd->bcd", probabilities.astype(table.dtype), table, preferred_element_type=jnp.float32)
+    return (mean * scale).astype(table.dtype)
+
+
+def inverse_cdf(weights: Float32[Array, "... n"], uniform: Float32[Array, "..."]) -> Int32[Array, "..."]:
+    """The first index whose cumulative weight exceeds uniform * total; an index of weight 0 is never chosen."""
+    cumulative = jnp.cumsum(weights, axis=-1)
+    return jnp.sum(cumulative <= uniform[..., None] * cumulative[..., -1:], axis=-1, dtype=jnp.int32)
+
+
+def draw(weights: Logits, uniforms: Float32[Array, "B U C"]) -> Canvas:
+    """One id per position, with probability proportional to its weight: first the tile, then the id inside it.
+
+    uniforms[b, 0] chooses among the tiles of TILE ids from their sums, uniforms[b, 1 + j] inside tile j.
+    """
+    B, C, V = weights.shape
+    tiles = -(-V // TILE)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, tiles * TILE - V))).reshape(B, C, tiles, TILE)
+    tile = inverse_cdf(jnp.sum(weights, axis=-1), uniforms[:, 0])[..., None]
+    inside = jnp.take_along_axis(weights, tile[..., None], axis=2)[:, :, 0]
+    uniform = jnp.take_along_axis(jnp.swapaxes(uniforms[:, 1:], 1, 2), tile, axis=2)[..., 0]
+    return tile[..., 0] * TILE + inverse_cdf(inside, uniform)
+
+
+def vocab_head(
+    hidden: CanvasHidden,
+    table: Table,
+    temperature: PerRow,
+    draw_temperature: PerRow,
+    uniforms: Float32[Array, "B U C"],
+    suppress: Bool[Array, "B V"] | None,
+    *,
+    softcap: float,
+    scale: float,
+) -> HeadStats:
+    """See `dgemma_jax.kernels.vocab_head.vocab_head`."""
+    logits = capped_logits(hidden, table, softcap)
+    allowed = logits if suppress is None else jnp.where(suppress[:, None], -jnp.inf, logits)
+    argmax = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    # Subtracting the peak before dividing keeps the small differences near it exact at low temperatures.
+    shifted = (allowed - jnp.max(allowed, axis=-1, keepdims=True)) / temperature[:, None, None]
+    weights = jnp.exp(shifted)
+    total = jnp.sum(weights, axis=-1)
+    entropy = jnp.log(total) - jnp.sum(jnp.where(weights > 0, weights * shifted, 0.0), axis=-1) / total
+    greedy = draw_temperature == 0
+    divisor = jnp.where(greedy, 1.0, draw_temperature)
+    sample = draw(jnp.exp(shifted / divisor[:, None, None]), uniforms)
+    chosen = jnp.take_along_axis(logits, argmax[..., None], axis=-1)[..., 0]
+    return HeadStats(
+        argmax=argmax,
+        sample=jnp.where(greedy[:, None], argmax, sample),
+        entropy=entropy,
+        logprob=chosen - jax.nn.logsumexp(logits, axis=-1),
+        soft=soft_embedding(weights / total[..., None], table, scale),
+    )

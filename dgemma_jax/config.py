@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -21,13 +22,13 @@ def check(ok: bool, name: str, value: object, expected: str) -> None:
 
 
 def is_int(value: object, low: int = 0) -> bool:
-    """An int (a bool is none) of at least `low`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+    """An integer (a bool is none) of at least `low`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= low
 
 
 def is_number(value: object) -> bool:
-    """A finite int or float (a bool is none)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite real number (a bool is none)."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_positive(value: object) -> bool:

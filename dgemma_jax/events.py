@@ -1,0 +1,51 @@
+"""What comes back from generation: the finished Completion, and the events of a stream in the order they happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished answer.
+
+    text: decoded without special tokens; raw_text: with them (both empty for a model without tokenizer).
+    tokens: the new ids, without the stop id, which is in stop_id (None if no id stopped the text).
+    finish_reason: "stop" for a stop id or string, "length" at max_new_tokens or the end of the context.
+    steps: denoising steps of each canvas; tokens_per_step: len(tokens) / sum(steps).
+    logprobs: log-probability (nats) of each token, None if not asked for. seed: repeats this answer.
+    """
+
+    text: str
+    raw_text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length", "cancelled"]
+    stop_id: int | None
+    steps: list[int]
+    tokens_per_step: float
+    logprobs: list[float] | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The best guess at the whole canvas after denoising step `step`, counted from 1 in each canvas."""
+
+    tokens: list[int]
+    step: int
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A canvas is done after `steps` steps; `tokens` is what it adds to the answer, cut at a stop or at the length."""
+
+    tokens: list[int]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a stream."""
+
+    completion: Completion

@@ -1,0 +1,205 @@
+"""Sampling: what a request may choose, its checks, and the defaults a checkpoint brings along."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from dgemma_jax.config import is_int, is_number, is_positive
+
+logger = logging.getLogger(__name__)
+
+
+class Unset(enum.Enum):
+    """The type of UNSET: not chosen, so the model's default holds. None is a choice and mostly means off."""
+
+    UNSET = "UNSET"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
+PLACEHOLDERS = ("<|image|>", "<|audio|>", "<|video|>")
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[Any], int | None]:
+    def convert(value: Any) -> int | None:
+        if value is None:
+            return None
+        if not is_int(value, low) or (high is not None and value > high):
+            raise ValueError
+        return int(value)
+
+    return convert
+
+
+def _real(accepts: Callable[[Any], bool]) -> Callable[[Any], float | None]:
+    def convert(value: Any) -> float | None:
+        if value is None:
+            return None
+        if not accepts(value):
+            raise ValueError
+        return float(value)
+
+    return convert
+
+
+def _required(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def converted(value: Any) -> Any:
+        if value is None:
+            raise ValueError
+        return convert(value)
+
+    return converted
+
+
+def _not_negative(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
+def _ids(value: Iterable[int] | None) -> tuple[int, ...]:
+    ids = () if value is None else tuple(value)
+    if not all(is_int(id) for id in ids):
+        raise ValueError
+    return tuple(int(id) for id in ids)
+
+
+def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in strings):
+        raise ValueError
+    return strings
+
+
+_IDS = "a list of token ids (integers from 0), or None for none"
+_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "max_new_tokens": (_integer(1), "a positive integer, or None for the rest of the context"),
+    "max_denoising_steps": (_required(_integer(1)), "a positive integer"),
+    "entropy_bound": (_required(_real(is_positive)), "a positive number"),
+    "t_min": (_real(_not_negative), "a number from 0, or None for no temperature"),
+    "t_max": (_real(is_positive), "a positive number, or None for no temperature"),
+    "stability_threshold": (_integer(0), "an integer from 0, or None for no early stop"),
+    "confidence_threshold": (_real(is_positive), "a positive number, or None for no early stop"),
+    "temperature": (_real(_not_negative), "a number from 0, or None for the schedule alone"),
+    "seed": (_integer(0, 2**63 - 1), "an integer in 0 .. 2**63 - 1, or None for a fresh one"),
+    "stop": (_strings, "a non-empty string or a list of them, or None for none"),
+    "stop_token_ids": (_ids, _IDS),
+    "suppress": (_ids, _IDS),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What one request chooses. A field left UNSET takes the model's default; ValueError for a value out of range.
+
+    max_new_tokens: the output is cut exactly there; None is to the end of the context.
+    max_denoising_steps: steps a canvas may take. entropy_bound: nats that the accepted positions of a step may hold.
+    t_min, t_max: the logits are divided by a temperature that falls from t_max towards t_min; None for no division.
+    stability_threshold, confidence_threshold: a canvas is done once its argmax stayed the same for so many further
+        steps and its mean entropy (nats) is below the confidence; None in either lets every step run.
+    temperature: acts on the proposal draw only; None or 1 leaves it alone, 0 proposes the argmax.
+    seed: the request's random stream. stop: strings that end the text. stop_token_ids: ids that end it.
+    suppress: ids that are never produced.
+    """
+
+    max_new_tokens: int | None | Unset = UNSET
+    max_denoising_steps: int | Unset = UNSET
+    entropy_bound: float | Unset = UNSET
+    t_min: float | None | Unset = UNSET
+    t_max: float | None | Unset = UNSET
+    stability_threshold: int | None | Unset = UNSET
+    confidence_threshold: float | None | Unset = UNSET
+    temperature: float | None | Unset = UNSET
+    seed: int | None | Unset = UNSET
+    stop: str | Iterable[str] | None | Unset = UNSET
+    stop_token_ids: Iterable[int] | None | Unset = UNSET
+    suppress: Iterable[int] | None | Unset = UNSET
+
+    def __post_init__(self) -> None:
+        for name, value in self._chosen().items():
+            convert, expected = _FIELDS[name]
+            try:
+                converted = convert(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name} is {value!r}; expected {expected}") from None
+            object.__setattr__(self, name, converted)
+        low, high = self.t_min, self.t_max
+        if isinstance(low, float) and isinstance(high, float) and high <= low:
+            raise ValueError(f"t_max is {high}; expected more than t_min, which is {low}")
+
+    def _chosen(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not UNSET}
+
+    def merged(self, defaults: Sampling) -> Sampling:
+        """This choice with its unset fields taken from `defaults`. ValueError where the two do not go together."""
+        return replace(defaults, **self._chosen())
+
+    @staticmethod
+    def from_generation_config(
+        config: Mapping[str, Any] | None, *, eos_token_id: Any = None, special_ids: Mapping[str, int] | None = None
+    ) -> Sampling:
+        """The defaults of a checkpoint, with no field unset.
+
+        config: a parsed generation_config.json, or None if there is no such file. null there is the built-in value,
+        and its max_new_tokens is ignored. eos_token_id: what config.json says, used (and said so) where the
+        generation_config names no stop ids. special_ids: the tokenizer's special tokens, for the default `suppress`.
+        """
+        config = {} if config is None else config
+        if not isinstance(config, Mapping):
+            raise ValueError(f"generation_config.json is {config!r}; expected a JSON object")
+        stops = _stop_ids(config.get("eos_token_id"), eos_token_id)
+        special_ids = special_ids or {}
+        kept = {*stops, config.get("pad_token_id")}
+        suppress = [special_ids[name] for name in PLACEHOLDERS if name in special_ids]
+        values = {name: config.get(name) for name in _SCHEDULE} | {"entropy_bound": _entropy_bound(config)}
+        try:
+            chosen = Sampling(**{name: value for name, value in values.items() if value is not None})
+            return chosen.merged(
+                replace(BUILT_IN, stop_token_ids=stops, suppress=[id for id in suppress if id not in kept])
+            )
+        except ValueError as error:
+            raise ValueError(f"generation_config.json: {error}") from None
+
+
+BUILT_IN = Sampling(
+    max_new_tokens=None,
+    max_denoising_steps=48,
+    entropy_bound=0.1,
+    t_min=0.4,
+    t_max=0.8,
+    stability_threshold=1,
+    confidence_threshold=0.005,
+    temperature=None,
+    seed=None,
+    stop=(),
+    stop_token_ids=(),
+    suppress=(),
+)
+_SCHEDULE = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold")
+
+
+def _entropy_bound(config: Mapping[str, Any]) -> Any:
+    sampler = config.get("sampler_config")
+    if sampler is None:
+        return None
+    if not isinstance(sampler, Mapping) or sampler.get("_cls_name") != "EntropyBoundSamplerConfig":
+        raise ValueError(f"generation_config.json: sampler_config is {sampler!r}; expected EntropyBoundSamplerConfig")
+    return sampler.get("entropy_bound")
+
+
+def _stop_ids(generation: Any, fallback: Any) -> tuple[int, ...]:
+    """The ids of an eos_token_id, which is one id, a list or null; config.json's if generation_config.json has none."""
+    value, source = (fallback, "config.json") if generation is None else (generation, "generation_config.json")
+    try:
+        ids = _ids([value] if is_int(value) else value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{source}: eos_token_id is {value!r}; expected an id or a list of ids") from None
+    if generation is None:
+        text = f"the stop ids are config.json's {list(ids)}" if ids else "no id stops the text"
+        logger.warning("no eos_token_id in generation_config.json: %s", text)
+    return ids

@@ -106,18 +106,18 @@ class Sampling:
     suppress: ids that are never produced.
     """
 
-    max_new_tokens: int | None | Unset = UNSET
+    max_new_tokens: int | Unset | None = UNSET
     max_denoising_steps: int | Unset = UNSET
     entropy_bound: float | Unset = UNSET
-    t_min: float | None | Unset = UNSET
-    t_max: float | None | Unset = UNSET
-    stability_threshold: int | None | Unset = UNSET
-    confidence_threshold: float | None | Unset = UNSET
-    temperature: float | None | Unset = UNSET
-    seed: int | None | Unset = UNSET
-    stop: str | Iterable[str] | None | Unset = UNSET
-    stop_token_ids: Iterable[int] | None | Unset = UNSET
-    suppress: Iterable[int] | None | Unset = UNSET
+    t_min: float | Unset | None = UNSET
+    t_max: float | Unset | None = UNSET
+    stability_threshold: int | Unset | None = UNSET
+    confidence_threshold: float | Unset | None = UNSET
+    temperature: float | Unset | None = UNSET
+    seed: int | Unset | None = UNSET
+    stop: str | Iterable[str] | Unset | None = UNSET
+    stop_token_ids: Iterable[int] | Unset | None = UNSET
+    suppress: Iterable[int] | Unset | None = UNSET
 
     def __post_init__(self) -> None:
         for name, value in self._chosen().items():
@@ -154,7 +154,7 @@ class Sampling:
             raise ValueError(f"generation_config.json is {config!r}; expected a JSON object")
         stops = _stop_ids(config.get("eos_token_id"), eos_token_id)
         special_ids = special_ids or {}
-        kept = {*stops, config.get("pad_token_id")}
+        kept = [*stops, config.get("pad_token_id")]
         suppress = [special_ids[name] for name in PLACEHOLDERS if name in special_ids]
         values = {name: config.get(name) for name in _SCHEDULE} | {"entropy_bound": _entropy_bound(config)}
         try:

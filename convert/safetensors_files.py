@@ -1,0 +1,114 @@
+"""The tensors of a directory's safetensors files, one file or shards with an index, and how to say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class Problem(NamedTuple):
+    """One finding: its kind, the tensor or file, and what was found and expected."""
+
+    kind: str
+    name: str
+    detail: str
+
+
+class TensorFiles:
+    """Names, shapes, dtypes and contents of all tensors in a directory; iterates over the names.
+
+    problems: files that are absent, unreadable or overlap. lost: names that the index puts into such a file.
+    Raises ValueError where there is nothing to read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.problems: list[Problem] = []
+        self.lost: set[str] = set()
+        self._files: dict[str, safe_open] = {}
+        for file_name, names in _files_of(directory).items():
+            try:
+                opened = safe_open(directory / file_name, "numpy")
+            except (SafetensorError, OSError) as error:
+                if not names:
+                    raise ValueError(f"{directory / file_name} cannot be read: {error}; download it again") from None
+                absent = not (directory / file_name).exists()
+                detail = "missing" if absent else f"cannot be read: {error}"
+                self.problems.append(Problem("file", file_name, f"{detail} ({len(names)} tensors); download it again"))
+                self.lost |= names
+                continue
+            for name in opened.keys():  # noqa: SIM118 (not a dict: iterating the file itself is not supported)
+                if name in self._files:
+                    self.problems.append(Problem("twice", name, f"also in {file_name}"))
+                self._files[name] = opened
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str | None:
+        """In the spelling of the format ("BF16"), None for a tensor that is not there."""
+        return self._files[name].get_slice(name).get_dtype() if name in self else None
+
+    def read(self, name: str) -> np.ndarray:
+        return self._files[name].get_tensor(name)
+
+
+def _files_of(directory: Path) -> dict[str, set[str]]:
+    """File name -> the tensors that the index puts there (none known for a single file)."""
+    if (directory / SINGLE).exists():
+        return {SINGLE: set()}
+    if not (directory / INDEX).exists():
+        others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".gguf", ".pt", ".npz"))
+        found = f"only {', '.join(others)}; save the model as safetensors" if others else "no weights at all"
+        raise ValueError(f"{directory} has neither {SINGLE} nor {INDEX}: {found}")
+    files: dict[str, set[str]] = defaultdict(set)
+    try:
+        for name, file_name in json.loads((directory / INDEX).read_text())["weight_map"].items():
+            if Path(file_name).name != file_name:
+                raise ValueError(f"{file_name!r} is no plain file name")
+            files[file_name].add(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{directory / INDEX} is no index of safetensors files: {error}; download it again") from None
+    return files
+
+
+def report(directory: Path, problems: list[Problem]) -> str:
+    """One line per kind of problem; tensors that differ only in the layer number share a line."""
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for kind, name, detail in problems:
+        before, number, after = re.fullmatch(r"(.*?layers\.|)(\d*)(.*)", name).groups()
+        detail = detail.replace(f"layers.{number}.", "layers.N.") if number else detail
+        groups[kind, before, after, detail].append(int(number or -1))
+    lines = [
+        f"{kind}: {before}{_ranges(numbers) if numbers[0] >= 0 else ''}{after}: {detail}"
+        for (kind, before, after, detail), numbers in groups.items()
+    ]
+    count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+    return f"{directory}: the weights do not fit, {count}: " + "\n  ".join(lines)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "{0-2,5}", one number as itself."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return text if len(numbers) == 1 else "{" + text + "}"

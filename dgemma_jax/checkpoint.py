@@ -1,0 +1,130 @@
+"""Opens a model by name: its Config, params on the device, tokenizer and sampling defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dgemma_jax.config import DTYPES, Config, check
+from dgemma_jax.config_hf import RELEASE
+from dgemma_jax.convert import hf
+from dgemma_jax.model.transformer import build
+from dgemma_jax.sampling import Sampling
+from dgemma_jax.text.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parent / "assets"
+HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+def open_checkpoint(
+    name: str | Path, dtype: Any = None, tokenizer: Any = None
+) -> tuple[Config, dict, Tokenizer | None, Sampling]:
+    """Reads a model from a directory, "tiny" (bundled) or a hub name in the local Hugging Face cache.
+
+    dtype: of the weights, by name or as a numpy type; None is as stored, which Config.dtype then says.
+    tokenizer: a Tokenizer, an object of transformers or the path of a tokenizer.json, instead of the directory's.
+    Returns (config, params, tokenizer, defaults); tokenizer is None where the directory has none.
+    Raises ValueError, with one line on what is wrong and what to do.
+    """
+    dtype = _dtype_name(dtype)
+    directory = resolve(name)
+    fields = _read_json(directory / "config.json")
+    config = Config.from_hf(fields)
+    text = _tokenizer(directory, tokenizer)
+    defaults = _defaults(directory, fields, config, text)
+    _, abstract = build(config)
+    params, stored = hf.load(directory, config, abstract, dtype, place=jax.device_put)
+    return replace(config, dtype=stored), params, text, defaults
+
+
+def resolve(name: str | Path) -> Path:
+    """The model directory that `name` means. Uses no network."""
+    if str(name) == "tiny":
+        return _model_directory(BUNDLED / "tiny")
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        raise ValueError(f"{path}: GGUF files cannot be read; use a safetensors checkpoint, for instance {RELEASE}")
+    if path.is_file():
+        raise ValueError(f"{path} is a file; expected the directory that holds config.json and the weights")
+    if path.is_dir():
+        return _model_directory(path)
+    match = HUB_NAME.fullmatch(str(name))
+    if match is None:
+        raise ValueError(f"there is no model directory {str(path)!r}; expected a directory, 'tiny' or a hub name")
+    return _model_directory(_snapshot(match["repo"], match["revision"] or "main"))
+
+
+def _model_directory(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        ggufs = ", ".join(sorted(file.name for file in path.glob("*.gguf")))
+        found = f" (only {ggufs}, and GGUF files cannot be read)" if ggufs else ""
+        raise ValueError(f"{path} has no config.json{found}; a model directory holds config.json and safetensors files")
+    return path
+
+
+def _hub_cache() -> Path:
+    """Where Hugging Face tools keep downloaded repositories."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HOME") or cache).expanduser() / "hub"
+
+
+def _snapshot(repo: str, revision: str) -> Path:
+    """The downloaded files of a hub repository at a branch, tag or commit."""
+    cache = _hub_cache()
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    ref = folder / "refs" / revision
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    snapshot = folder / "snapshots" / commit
+    if not snapshot.is_dir():
+        command = f"hf download {repo}" + ("" if revision == "main" else f" --revision {revision}")
+        raise ValueError(
+            f"{repo}@{revision} is neither a directory nor in the cache {cache}; run `{command}`, "
+            "point HF_HOME to the cache that has it, or give the model's directory"
+        )
+    return snapshot
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    check(name in DTYPES, "dtype", name, "one of " + ", ".join(DTYPES))
+    return name
+
+
+def _tokenizer(directory: Path, given: Any) -> Tokenizer | None:
+    if isinstance(given, Tokenizer):
+        return given
+    if isinstance(given, str | Path):
+        return Tokenizer.from_file(given)
+    if given is not None:
+        return Tokenizer(given)
+    path = directory / "tokenizer.json"
+    return Tokenizer.from_file(path) if path.is_file() else None
+
+
+def _defaults(directory: Path, fields: dict, config: Config, tokenizer: Tokenizer | None) -> Sampling:
+    """generation_config.json over the built-ins; stop ids from config.json if it names none."""
+    path = directory / "generation_config.json"
+    eos = fields.get("eos_token_id", fields["text_config"].get("eos_token_id"))
+    special = tokenizer.special_ids if tokenizer else {}
+    known = {name: id for name, id in special.items() if id < config.vocab_size}
+    generation = _read_json(path) if path.is_file() else None
+    return Sampling.from_generation_config(generation, eos_token_id=eos, special_ids=known)

@@ -164,7 +164,7 @@ def original_of(name: str) -> str | None:
 
 def to_hf(params: Mapping, config: Config) -> dict[str, np.ndarray]:
     """Name -> array as the file holds it, dtypes kept: the inverse of `load`."""
-    return {name: entry.layout.to_file(np.asarray(_leaf(params, entry.path))) for name, entry in table(config).items()}
+    return {name: entry.layout.to_file(np.asarray(leaf(params, entry.path))) for name, entry in table(config).items()}
 
 
 def load(
@@ -186,7 +186,9 @@ def load(
     problems = list(files.problems)
     params: dict = {}
     for name, entry in entries.items():
-        shape = _leaf(abstract, entry.path).shape
+        if name in files.lost:
+            continue
+        shape = leaf(abstract, entry.path).shape
         problem = _header_problem(files, name, entry.layout.file_shape(shape))
         if problem is None:
             array = _cast(files.read(name), dtype)
@@ -203,7 +205,7 @@ def load(
 
 def _header_problem(files: TensorFiles, name: str, shape: tuple[int, ...]) -> Problem | None:
     if name not in files:
-        return None if name in files.lost else Problem("missing", name, f"expected {list(shape)}")
+        return Problem("missing", name, f"expected {list(shape)}")
     if files.shape(name) != shape:
         return Problem("wrong shape", name, f"{list(files.shape(name))}, the config asks for {list(shape)}")
     if files.dtype(name) not in FILE_DTYPES:
@@ -239,7 +241,8 @@ def _extra_problems(files: TensorFiles, entries: Mapping[str, Entry]) -> Iterato
             yield Problem("disagrees", name, f"expected a copy of {original}")
 
 
-def _leaf(tree: Mapping, path: ParamPath) -> Any:
+def leaf(tree: Mapping, path: ParamPath) -> Any:
+    """What lies at `path` of a nested dict."""
     for key in path:
         tree = tree[key]
     return tree

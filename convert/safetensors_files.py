@@ -27,7 +27,7 @@ class Problem(NamedTuple):
 class TensorFiles:
     """Names, shapes, dtypes and contents of all tensors in a directory; iterates over the names.
 
-    problems: files that are absent, unreadable or overlap. lost: names that the index puts into such a file.
+    problems: files that are absent, unreadable or overlap. lost: names that only such a file would hold.
     Raises ValueError where there is nothing to read.
     """
 
@@ -50,6 +50,7 @@ class TensorFiles:
                 if name in self._files:
                     self.problems.append(Problem("twice", name, f"also in {file_name}"))
                 self._files[name] = opened
+        self.lost -= self._files.keys()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

@@ -121,10 +121,18 @@ def _tokenizer(directory: Path, given: Any) -> Tokenizer | None:
 
 
 def _defaults(directory: Path, fields: dict, config: Config, tokenizer: Tokenizer | None) -> Sampling:
-    """generation_config.json over the built-ins; stop ids from config.json if it names none."""
+    """generation_config.json over the built-ins; stop ids from config.json if it names none.
+
+    Ids beyond the model's vocabulary can never be produced and are left out.
+    """
     path = directory / "generation_config.json"
-    eos = fields.get("eos_token_id", fields["text_config"].get("eos_token_id"))
-    special = tokenizer.special_ids if tokenizer else {}
-    known = {name: id for name, id in special.items() if id < config.vocab_size}
-    generation = _read_json(path) if path.is_file() else None
-    return Sampling.from_generation_config(generation, eos_token_id=eos, special_ids=known)
+    stops = [part.get("eos_token_id") for part in (fields, fields["text_config"])]
+    result = Sampling.from_generation_config(
+        _read_json(path) if path.is_file() else None,
+        eos_token_id=next((ids for ids in stops if ids is not None), None),
+        special_ids=tokenizer.special_ids if tokenizer else None,
+    )
+    kept = {
+        name: [id for id in getattr(result, name) if id < config.vocab_size] for name in ("stop_token_ids", "suppress")
+    }
+    return replace(result, **kept)

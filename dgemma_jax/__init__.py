@@ -1,1 +1,54 @@
-"""DiffusionGemma in JAX."""
+"""DiffusionGemma in JAX: `import dgemma_jax as dg; dg.load("tiny").generate("...")`.
+
+Names are imported when first used, so that importing the package stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dgemma_jax.api import Model, load
+    from dgemma_jax.cache import KVCache, init_cache
+    from dgemma_jax.config import Config, gemma_26b_a4b, tiny
+    from dgemma_jax.diffusion.policy import Knobs, Policy, accept
+    from dgemma_jax.events import Canvas, Completion, Draft, Finished
+    from dgemma_jax.functional import denoise, denoise_logits, encode, soft_embedding
+    from dgemma_jax.sampling import UNSET, Sampling
+
+_HOME = {
+    "UNSET": "sampling",
+    "Canvas": "events",
+    "Completion": "events",
+    "Config": "config",
+    "Draft": "events",
+    "Finished": "events",
+    "KVCache": "cache",
+    "Knobs": "diffusion.policy",
+    "Model": "api",
+    "Policy": "diffusion.policy",
+    "Sampling": "sampling",
+    "accept": "diffusion.policy",
+    "denoise": "functional",
+    "denoise_logits": "functional",
+    "encode": "functional",
+    "gemma_26b_a4b": "config",
+    "init_cache": "cache",
+    "load": "api",
+    "soft_embedding": "functional",
+    "tiny": "config",
+}
+
+__version__ = "0.1.0"
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'dgemma_jax' has no attribute {name!r}")
+    value = getattr(import_module(f"dgemma_jax.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,207 @@
+"""`dg.load` and the Model it returns: text in, text out."""
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dgemma_jax.checkpoint import open_checkpoint
+from dgemma_jax.config import Config, is_int
+from dgemma_jax.diffusion.policy import Policy
+from dgemma_jax.engine.programs import Programs
+from dgemma_jax.engine.request import Request
+from dgemma_jax.engine.runner import Event, Runner
+from dgemma_jax.events import Canvas, Completion, Draft, Finished
+from dgemma_jax.model.transformer import build
+from dgemma_jax.sampling import UNSET, Sampling
+from dgemma_jax.text.tokenizer import Tokenizer
+
+LARGEST_SLOTS = 8
+DEFAULT_POLICY = Policy()
+Prompt = str | Sequence[int]
+
+
+def load(
+    name: str | Path,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    tokenizer: Tokenizer | str | Path | None = None,
+) -> "Model":
+    """Open a model: a directory in Hugging Face's layout, "tiny" (bundled), or a hub name in the local HF cache.
+
+    dtype: "bfloat16", "float32" or "float16"; None keeps the weights as stored. max_model_len: longest prompt plus
+    output in tokens; None is the config's context, lowered to what memory leaves. tokenizer: used instead of the
+    checkpoint's. Raises ValueError with one line that says what is wrong and what to do.
+    """
+    config, params, tokenizer, defaults = open_checkpoint(name, dtype=dtype, tokenizer=tokenizer)
+    return Model(config, params, tokenizer, defaults, max_model_len=max_model_len)
+
+
+class Model:
+    """A loaded model. config, params (plain nested dict of arrays), graph, tokenizer (None if it has none), defaults.
+
+    params and graph go into the functional layer (`dg.encode`, `dg.denoise`, ...).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        params: dict,
+        tokenizer: Tokenizer | None,
+        defaults: Sampling,
+        max_model_len: int | None = None,
+    ):
+        self.config, self.params, self.tokenizer, self.defaults = config, params, tokenizer, defaults
+        self.dtype = str(params["embedder"]["table"].dtype)
+        self.graph, _ = build(config, self.dtype)
+        self.max_model_len = _context(config, self.dtype, max_model_len)
+        self._programs = Programs(self.graph, config)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        seed: int | None = None,
+        policy: Policy | None = None,
+        slots: int | None = None,
+    ) -> list[Completion]:
+        """Answer every prompt; the list has the prompts' order.
+
+        prompts: a string, strings, or lists of token ids. Strings are encoded with control tokens recognised and get
+        one <bos> unless they have one; ids are used as they are. sampling: one for all, or one per prompt.
+        seed: for requests without a seed of their own; None draws a fresh one per request, in Completion.seed.
+        slots: rows denoised together; None takes the smallest power of two that holds the prompts, at most 8.
+        A row's answer does not depend on the other rows.
+        """
+        found = {i: e.completion for i, e in self.events(prompts, sampling, seed, policy, slots) if type(e) is Finished}
+        return [found[index] for index in range(len(found))]
+
+    def events(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        seed: int | None = None,
+        policy: Policy | None = None,
+        slots: int | None = None,
+    ) -> Iterator[tuple[int, Canvas | Finished]]:
+        """`generate` as it happens: (index of the prompt, event), a Canvas per canvas and a Finished per prompt."""
+        requests = self._requests(prompts, sampling, seed)
+        return self._run(requests, _slots(slots, len(requests)), policy)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        policy: Policy | None = None,
+    ) -> Iterator[Draft | Canvas | Finished]:
+        """One answer as it happens: a Draft after every step, a Canvas after every canvas, Finished at the end."""
+        requests = self._requests([prompt], sampling, seed)
+        return (event for _, event in self._run(requests, 1, policy, drafts=True))
+
+    def _run(
+        self, requests: list[Request], slots: int, policy: Policy | None, drafts: bool = False
+    ) -> Iterator[tuple[int, Event]]:
+        if not isinstance(policy, Policy | None):
+            raise ValueError(f"policy {policy!r} is not a dg.Policy; build one with dg.Policy(stop=...) and the like")
+        parts = (self.config, self.params, self._programs, self.tokenizer, self.max_model_len)
+        return Runner(*parts, slots, policy or DEFAULT_POLICY).run(requests, drafts)
+
+    def _requests(
+        self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, seed: int | None
+    ) -> list[Request]:
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
+        if len(samplings) != len(prompts):
+            raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; pass one, or one per prompt")
+        shared = Sampling(seed=seed).seed
+        return [
+            self._request(prompt, own or Sampling(), shared) for prompt, own in zip(prompts, samplings, strict=True)
+        ]
+
+    def _request(self, prompt: Prompt, sampling: Sampling, seed: int | None) -> Request:
+        ids = self._encode(prompt)
+        sampling = sampling.merged(self.defaults)
+        self._check(sampling)
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            raise ValueError(
+                f"prompt of {len(ids)} tokens leaves no room in a context of {self.max_model_len}; shorten it"
+                " or load with a larger max_model_len"
+            )
+        budget = room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
+        own = seed if sampling.seed in (None, UNSET) else sampling.seed
+        return Request(ids, sampling, secrets.randbits(32) if own is None else own, budget)
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer.json: pass token ids, or load with tokenizer=PATH")
+            if not prompt:
+                raise ValueError("prompt '' is empty; expected text or a list of token ids")
+            ids, bos = self.tokenizer.encode(prompt), self.config.bos_token_id
+            return tuple(ids if bos is None or ids[:1] == [bos] else [bos, *ids])
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+            raise ValueError(
+                f"prompt {prompt!r} is neither text nor a list of token ids; one prompt of ids is [[1, 2]]"
+            )
+        vocab = self.config.vocab_size
+        bad = next((id for id in prompt if not is_int(id) or id >= vocab), None)
+        if bad is not None:
+            raise ValueError(f"prompt holds token id {bad!r}; expected integers in 0 .. {vocab - 1}")
+        if len(prompt) == 0:
+            raise ValueError("prompt [] is empty; expected at least one token id")
+        return tuple(int(id) for id in prompt)
+
+    def _check(self, sampling: Sampling) -> None:
+        """What a Sampling asks for must exist in this model."""
+        vocab = self.config.vocab_size
+        for name in ("suppress", "stop_token_ids"):
+            bad = next((id for id in getattr(sampling, name) if id >= vocab), None)
+            if bad is not None:
+                raise ValueError(f"{name} holds token id {bad}; expected ids in 0 .. {vocab - 1}")
+        if len(set(sampling.suppress)) == vocab:
+            raise ValueError(f"suppress holds all {vocab} ids; expected at least one id to be left")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(
+                f"stop {sampling.stop[0]!r} needs a tokenizer; use stop_token_ids or load with tokenizer=PATH"
+            )
+
+
+def _slots(slots: int | None, prompts: int) -> int:
+    if slots is None:
+        return min(LARGEST_SLOTS, 1 << max(0, prompts - 1).bit_length())
+    if not is_int(slots, 1):
+        raise ValueError(f"slots is {slots!r}; expected a positive integer, or None to choose by the number of prompts")
+    return int(slots)
+
+
+def _context(config: Config, dtype: str, wanted: int | None) -> int:
+    """max_model_len as asked for, or the config's context lowered (and said so) to what memory holds for one row."""
+    limit = config.max_position_embeddings
+    if wanted is not None:
+        if not is_int(wanted, 2) or wanted > limit:
+            raise ValueError(f"max_model_len is {wanted!r}; expected an integer in 2 .. {limit}, the model's context")
+        return int(wanted)
+    full = [layer for layer in config.layers if layer.kind == "full"]
+    per_token = 2 * np.dtype(dtype).itemsize * sum(layer.num_key_value_heads * layer.head_dim for layer in full)
+    fits = _free_bytes() // max(1, per_token)
+    if fits < limit:
+        print(f"dgemma: memory holds {fits} of the model's {limit} positions; max_model_len={fits}", file=sys.stderr)
+    return max(2, min(limit, fits))
+
+
+def _free_bytes() -> int:
+    """Memory that arrays may still take: the device's own figure, on a CPU the host's free memory."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # free pages alone would leave out the file cache, which a big load has just filled
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,100 @@
+"""A prompt as segments: control tokens, and text in which no control token is recognised."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+DELIMITER = '<|"|>'
+PLACEHOLDERS = {
+    "image": "<|image|>",
+    "image_url": "<|image|>",
+    "audio": "<|audio|>",
+    "input_audio": "<|audio|>",
+    "video": "<|video|>",
+}
+_BARE_KEY = re.compile(r"""[^\s:,{}\[\]<"'][^:,{}\[\]<]*(?<!\s)""")
+
+
+class Segments:
+    """Collects (string, is_control) pairs; neighbouring texts become one, so that they are encoded together."""
+
+    def __init__(self):
+        self.parts: list[tuple[str, bool]] = []
+
+    def text(self, string: str) -> "Segments":
+        if self.parts and not self.parts[-1][1]:
+            string = self.parts.pop()[0] + string
+        self.parts.append((string, False))
+        return self
+
+    def control(self, token: str) -> "Segments":
+        self.parts.append((token, True))
+        return self
+
+    def quoted(self, string: str, path: str | None = None) -> "Segments":
+        """`string` between delimiters. The grammar has no escape: a delimiter inside becomes a plain quote, or is
+        refused with `path` (the place of the string in the message) when one is given."""
+        if path is not None and DELIMITER in string:
+            raise ValueError(
+                f"{path}: expected a string without {DELIMITER}, which would end it early; write a plain quote instead"
+            )
+        return self.control(DELIMITER).text(string.replace(DELIMITER, '"')).control(DELIMITER)
+
+    def key(self, key: str, path: str | None = None) -> "Segments":
+        """A key and its colon: bare, or between delimiters where a bare key could not be read back."""
+        bare = _BARE_KEY.fullmatch(key)
+        return (self.text(key) if bare else self.quoted(key, path)).text(":")
+
+    def value(self, value, path: str | None = None) -> "Segments":
+        """One JSON value: keys sorted without regard to case, numbers as Python writes them."""
+        match value:
+            case None:
+                return self.text("null")
+            case str():
+                return self.quoted(value, path)
+            case bool():
+                return self.text("true" if value else "false")
+            case int() | float():
+                return self.text(str(value))
+            case Mapping():
+                return self.text("{").pairs(value, path).text("}")
+            case Sequence():
+                self.text("[")
+                for index, item in enumerate(value):
+                    self.text("," if index else "").value(item, path and f"{path}[{index}]")
+                return self.text("]")
+        raise ValueError(f"{path or 'value'}: expected a JSON value, got {type(value).__name__}; convert it first")
+
+    def pairs(self, mapping: Mapping, path: str | None = None) -> "Segments":
+        """The inside of an object."""
+        for index, (key, item) in enumerate(sorted_items(mapping)):
+            self.text("," if index else "").key(key, path).value(item, path and f"{path}.{key}")
+        return self
+
+    def __str__(self) -> str:
+        return "".join(string for string, _ in self.parts)
+
+    def encode(self, tokenizer) -> list[int]:
+        """Control segments by id, the rest with special tokens not recognised."""
+        ids: list[int] = []
+        for string, control in self.parts:
+            ids += [tokenizer.token_id(string)] if control else tokenizer.encode(string, control=False)
+        return ids
+
+
+def sorted_items(mapping: Mapping) -> list[tuple[str, object]]:
+    return sorted(((str(key), item) for key, item in mapping.items()), key=lambda pair: pair[0].lower())
+
+
+def json_object(value, path: str) -> Mapping:
+    """A mapping from a mapping, from the JSON text of one, or from nothing. ValueError names `path`."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{path}: expected a JSON object, got {value[:80]!r} ({error}); repair the text") from None
+    if value is None or value == "" or (isinstance(value, str) and not value.strip()):
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}; pass the arguments by name")
+    return value

@@ -20,7 +20,7 @@ from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "assets"
-HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
 def open_checkpoint(

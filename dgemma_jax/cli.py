@@ -1,0 +1,65 @@
+"""The command `dgemma`. Nothing heavy is imported until a subcommand runs, so `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_ERROR, f"dgemma: error: {message}; see `{self.prog} --help`\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code: 0, 2 after an error (one line on stderr), 130 after Ctrl-C."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="dgemma: %(message)s")
+    try:
+        from dgemma_jax import cli_generate
+
+        cli_generate.run(args)
+    except (ValueError, OSError) as error:
+        print(f"dgemma: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="dgemma", description="DiffusionGemma, a block-diffusion language model, in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="answer prompts", description="Answer prompts."))
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="one answer each; with none, standard input is the prompt")
+    add("--model", default="tiny", help="directory, hub name in the local cache, or tiny (the default, bundled)")
+    add("--raw", action="store_true", help="the prompt is the model's input as it stands, not a user's turn of a chat")
+    add("--json", action="store_true", help="one JSON object per answer and line")
+    add("--watch", action="store_true", help="show the canvas while it is denoised, one prompt after the other")
+    add("--slots", type=int, metavar="N", help="prompts denoised together (by default as many as there are, up to 8)")
+    add("--seed", type=int, metavar="N", help="0 to 2**63 - 1; the same seed gives the same answer")
+    knobs = parser.add_argument_group("sampling (by default what the model brings along)")
+    add = knobs.add_argument
+    add("--max-new-tokens", type=int, metavar="N", help="longest answer in tokens (by default the rest of the context)")
+    add("--max-denoising-steps", type=int, metavar="N", help="most steps per canvas")
+    add("--entropy-bound", type=float, metavar="X", help="nats of entropy accepted per step; higher is faster")
+    add("--t-max", type=float, metavar="X", help="temperature of the first step")
+    add("--t-min", type=float, metavar="X", help="temperature that the steps fall towards")
+    add("--temperature", type=float, metavar="X", help="of the proposals only; 0 proposes the likeliest tokens")
+    add("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

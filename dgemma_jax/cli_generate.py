@@ -1,0 +1,125 @@
+"""`dgemma generate`: prompts in, answers out, with progress or the live canvas on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from dgemma_jax.events import Canvas, Completion, Finished
+from dgemma_jax.sampling import Sampling
+
+if TYPE_CHECKING:
+    from dgemma_jax.api import Model
+
+KNOBS = ("max_new_tokens", "max_denoising_steps", "entropy_bound", "t_min", "t_max", "temperature", "stop")
+
+
+def run(args: Namespace) -> None:
+    """Answers the prompts of a parsed command line. ValueError for what cannot be done; after Ctrl-C the answers that
+    are finished are printed before KeyboardInterrupt leaves.
+    """
+    console = Console(stderr=True)
+    _check_watch(args, console)
+    # Choices are checked before the weights are read.
+    sampling = Sampling(**{name: value for name in KNOBS if (value := getattr(args, name)) is not None})
+    Sampling(seed=args.seed)
+    prompts = _prompts(args.prompts)
+
+    import dgemma_jax as dg
+
+    with console.status(f"loading {args.model}") if console.is_terminal else nullcontext():
+        model = dg.load(args.model)
+    inputs = prompts if args.raw or model.tokenizer is None else [_chat(prompt, model) for prompt in prompts]
+    if args.watch:
+        from dgemma_jax.cli_watch import watch
+
+        events = watch(model, inputs, sampling, args.seed, console)
+    else:
+        events = _with_progress(model.events(inputs, sampling, args.seed, slots=args.slots), len(prompts), console)
+    answers = _Answers(prompts, as_json=args.json)
+    try:
+        for index, completion in events:
+            answers.add(index, completion)
+    except KeyboardInterrupt:
+        answers.flush()
+        raise
+
+
+def _check_watch(args: Namespace, console: Console) -> None:
+    if args.watch and not console.is_terminal:
+        raise ValueError("--watch needs a terminal on standard error; drop it, or redirect standard output only")
+    if args.watch and args.slots not in (None, 1):
+        raise ValueError(f"--slots is {args.slots}; expected 1 with --watch, which shows one prompt at a time")
+
+
+def _prompts(arguments: list[str]) -> list[str]:
+    if not arguments and sys.stdin.isatty():
+        print("dgemma: type the prompt and end it with Ctrl-D", file=sys.stderr)
+    prompts = arguments or [sys.stdin.read().removesuffix("\n")]
+    if "" in prompts:
+        raise ValueError("the prompt is empty; give one as an argument or on standard input")
+    return prompts
+
+
+def _chat(prompt: str, model: Model) -> list[int]:
+    """One user turn, up to where the model's turn begins."""
+    from dgemma_jax.text import encode_chat
+
+    return encode_chat([{"role": "user", "content": prompt}], model.tokenizer)
+
+
+def _with_progress(
+    events: Iterator[tuple[int, Canvas | Finished]], prompts: int, console: Console
+) -> Iterator[tuple[int, Completion]]:
+    """The completions as they come, under a progress bar that is there on a terminal only."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn())
+    tokens = 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=prompts, tokens=0)
+        for index, event in events:
+            if isinstance(event, Finished):
+                progress.advance(task)
+                yield index, event.completion
+            else:
+                tokens += len(event.tokens)
+                progress.update(task, tokens=tokens)
+
+
+class _Answers:
+    """Prints completions in the order of their prompts, each as soon as those before it are out."""
+
+    def __init__(self, prompts: list[str], as_json: bool) -> None:
+        self.prompts = prompts
+        self.as_json = as_json
+        self.waiting: dict[int, Completion] = {}
+        self.next = 0
+
+    def add(self, index: int, completion: Completion) -> None:
+        self.waiting[index] = completion
+        while self.next in self.waiting:
+            self._print(self.next, self.waiting.pop(self.next))
+            self.next += 1
+
+    def flush(self) -> None:
+        """Prints what still waits for an answer that will not come."""
+        for index in sorted(self.waiting):
+            self._print(index, self.waiting.pop(index))
+
+    def _print(self, index: int, completion: Completion) -> None:
+        if self.as_json:
+            fields = asdict(completion)
+            del fields["logprobs"]
+            print(json.dumps({"prompt": index} | fields), flush=True)
+            return
+        if len(self.prompts) > 1:
+            print(("\n" if index else "") + f"> {self.prompts[index]}")
+        print(completion.text, flush=True)

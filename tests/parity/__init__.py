@@ -1,0 +1,1 @@
+"""Comparison with transformers' DiffusionGemma on small random checkpoints, in fp32 on the CPU."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -19,7 +20,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code: 0, 2 after an error (one line on stderr), 130 after Ctrl-C."""
+    """Runs one command line and returns its exit code: 0, 2 after an error (one line on stderr), 130 after Ctrl-C.
+
+    argv: without the program's name; None is the command line of this process.
+    """
     args = _parser().parse_args(argv)
     logging.basicConfig(format="dgemma: %(message)s")
     try:
@@ -30,8 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dgemma: error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
+        if argv is None:
+            _leave(EXIT_INTERRUPTED)
         return EXIT_INTERRUPTED
     return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once: XLA goes on with an interrupted compilation and crashes if Python shuts down meanwhile."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -88,7 +88,9 @@ def _with_progress(
         for index, event in events:
             if isinstance(event, Finished):
                 progress.advance(task)
+                progress.stop()  # while it runs, what is printed would go through it to standard error
                 yield index, event.completion
+                progress.start()
             else:
                 tokens += len(event.tokens)
                 progress.update(task, tokens=tokens)

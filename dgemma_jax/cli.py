@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process at once: XLA goes on with an interrupted compilation and crashes if Python shuts down meanwhile."""
+    """Ends the process at once: XLA goes on with an interrupted compilation, and a normal shutdown would crash it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,0 +1,244 @@
+"""`dgemma generate`: what it prints, how it fails and how it is interrupted."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+from parity.checkpoints import NARROW, write
+from rich.console import Console
+
+import dgemma_jax as dg
+from dgemma_jax import cli_watch
+from dgemma_jax.cli import main
+from dgemma_jax.events import Canvas, Completion, Draft, Finished
+from dgemma_jax.text import Tokenizer, encode_chat
+
+SMALL = replace(NARROW, name="small", vocab=128, experts=2, layers="SF")
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>"]
+FIELDS = ["prompt", "text", "raw_text", "tokens", "finish_reason", "stop_id", "steps", "tokens_per_step", "seed"]
+
+
+def write_tokenizer(path: Path) -> None:
+    """Words w5 ... w127 and the special tokens a chat needs."""
+    vocabulary = {name: id for id, name in enumerate(SPECIAL)} | {f"w{id}": id for id in range(5, SMALL.vocab)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w5"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(path))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    directory = write(tmp_path_factory.mktemp("model"), SMALL)
+    write_tokenizer(directory / "tokenizer.json")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> dg.Model:
+    return dg.load(directory)
+
+
+@pytest.fixture
+def loaded(monkeypatch, model) -> dg.Model:
+    """`dg.load` gives the one model of this file, so that its programs are compiled once."""
+    monkeypatch.setattr(dg, "load", lambda name: model)
+    return model
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(["generate", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+SHORT = ("--raw", "--max-new-tokens", "20", "--max-denoising-steps", "3", "--slots", "1")
+
+
+def test_json_is_what_the_library_gives_and_the_same_bytes_each_time(loaded, capsys):
+    arguments = ("w5 w6 w7", "w8", *SHORT, "--json", "--seed", "1")
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [list(answer) for answer in answers] == [FIELDS, FIELDS]
+    sampling = dg.Sampling(max_new_tokens=20, max_denoising_steps=3)
+    wanted = loaded.generate(["w5 w6 w7", "w8"], sampling, seed=1, slots=1)
+    for index, (answer, completion) in enumerate(zip(answers, wanted, strict=True)):
+        assert answer == {name: index if name == "prompt" else getattr(completion, name) for name in FIELDS}
+    assert run(capsys, *arguments)[1] == out
+
+
+def test_a_prompt_has_the_same_answer_among_others(loaded, capsys):
+    prompts = [f"w{5 + index} w{index * index + 5}" for index in range(5)]
+    arguments = (*SHORT, "--json", "--seed", "7")
+    together = [json.loads(line)["tokens"] for line in run(capsys, *prompts, *arguments)[1].splitlines()]
+    alone = json.loads(run(capsys, prompts[3], *arguments)[1])
+    assert together[3] == alone["tokens"] and len(together) == 5
+
+
+def test_text_answers_and_standard_input(loaded, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n"))
+    code, alone, _ = run(capsys, *SHORT, "--seed", "3")
+    assert code == 0 and alone.strip()
+    _, out, _ = run(capsys, "w5 w6", "w9", *SHORT, "--seed", "3")
+    first, second = out.split("\n\n")
+    assert first == "> w5 w6\n" + alone.rstrip("\n") and second.startswith("> w9\n")
+
+
+def test_without_raw_the_prompt_is_a_user_turn(loaded, capsys):
+    rendered = encode_chat([{"role": "user", "content": "w5 w6"}], loaded.tokenizer)
+    wanted = loaded.generate([rendered], dg.Sampling(max_new_tokens=4, max_denoising_steps=2), seed=1, slots=1)[0]
+    code, out, _ = run(capsys, "w5 w6", "--max-new-tokens", "4", "--max-denoising-steps", "2", "--seed", "1", "--json")
+    assert code == 0 and json.loads(out)["tokens"] == wanted.tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["w5", "--max-new-tokens", "0"], "max_new_tokens is 0; expected a positive integer"),
+        (["w5", "--max-new-tokens", "-4"], "max_new_tokens is -4"),
+        (["w5", "--t-min", "0.5", "--t-max", "0.5"], "t_max is 0.5; expected more than t_min, which is 0.5"),
+        (["w5", "--t-max", "0.3"], "t_max is 0.3; expected more than t_min, which is 0.4"),
+        (["w5", "--entropy-bound", "nan"], "entropy_bound is nan"),
+        (["w5", "--temperature", "-1"], "temperature is -1.0"),
+        (["w5", "--seed", "-1"], "seed is -1; expected an integer in 0"),
+        (["w5", "--stop", ""], "stop is ['']; expected a non-empty string"),
+        (["w5", "--slots", "0"], "slots is 0"),
+        (["w5", "--watch"], "--watch needs a terminal"),
+        (["w5", ""], "the prompt is empty"),
+        (["w5 " * 600], "601"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(loaded, capsys, arguments, expected):
+    code, out, err = run(capsys, "--raw", *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("dgemma: error: ") and err.count("\n") == 1 and expected in err
+
+
+def test_models_that_are_not_there(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    code, _, err = run(capsys, "w5", "--model", "org/name")
+    assert code == 2 and "hf download org/name" in err and err.count("\n") == 1
+    code, _, err = run(capsys, "w5", "--model", str(tmp_path / "none.gguf"))
+    assert code == 2 and "GGUF" in err
+
+
+def test_damaged_weights(capsys, directory, tmp_path):
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes()[:-1])
+    code, _, err = run(capsys, "w5", "--model", str(tmp_path))
+    assert code == 2 and err.count("\n") == 1 and "model.safetensors cannot be read" in err
+
+
+@pytest.mark.parametrize("arguments", [["--seed", "x"], ["--unknown"], []])
+def test_usage_errors_are_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as leave:
+        main(["generate", "w5", *arguments] if arguments else [])
+    err = capsys.readouterr().err
+    assert leave.value.code == 2 and err.startswith("dgemma: error: ") and err.count("\n") == 1
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from dgemma_jax.cli import main\n"
+        "try: main(['generate', '--help'])\n"
+        "except SystemExit as leave: assert leave.code == 0\n"
+        "assert not {'jax', 'flax', 'numpy', 'rich', 'tokenizers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--max-new-tokens" in done.stdout
+
+
+def completion(text: str) -> Completion:
+    return Completion(text, text, [5], "stop", 1, [2], 0.5, None, 9)
+
+
+class Scripted:
+    """Stands in for a Model: plays the given events, then presses Ctrl-C."""
+
+    tokenizer = None
+
+    def __init__(self, *events: tuple[int, Canvas | Finished]) -> None:
+        self.played = events
+
+    def events(self, prompts, sampling, seed, slots) -> Iterator[tuple[int, Canvas | Finished]]:
+        self.asked = (prompts, sampling, seed, slots)
+        yield from self.played
+        raise KeyboardInterrupt
+
+
+def test_after_ctrl_c_the_finished_answers_are_printed(monkeypatch, capsys):
+    script = Scripted(
+        (0, Canvas([5], 2)), (2, Finished(completion("third"))), (0, Finished(completion("first"))), (1, Canvas([5], 2))
+    )
+    monkeypatch.setattr(dg, "load", lambda name: script)
+    code, out, err = run(capsys, "a", "b", "c", "--json")
+    assert code == 130 and err == ""
+    assert [(answer["prompt"], answer["text"]) for answer in map(json.loads, out.splitlines())] == [
+        (0, "first"),
+        (2, "third"),
+    ]
+
+
+def test_every_choice_reaches_the_model(monkeypatch, capsys):
+    script = Scripted()
+    monkeypatch.setattr(dg, "load", lambda name: script)
+    options = "--slots 4 --seed 5 --max-new-tokens 6 --max-denoising-steps 7 --entropy-bound 0.5 --t-min 0.1 --t-max 2"
+    run(capsys, "a", "b", *options.split(), "--temperature", "0", "--stop", "x", "--stop", "y")
+    wanted = dg.Sampling(
+        max_new_tokens=6,
+        max_denoising_steps=7,
+        entropy_bound=0.5,
+        t_min=0.1,
+        t_max=2,
+        temperature=0,
+        stop=["x", "y"],
+    )
+    assert script.asked == (["a", "b"], wanted, 5, 4)
+    run(capsys, "a")
+    assert script.asked == (["a"], dg.Sampling(), None, None)
+
+
+def test_ctrl_c_while_loading(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dg, "load", interrupted)
+    assert run(capsys, "a") == (130, "", "")
+
+
+def test_the_screen_sets_off_what_the_step_changed(directory):
+    screen = cli_watch.Screen(Tokenizer.from_file(directory / "tokenizer.json"))
+    assert screen.draw(Draft([5, 6, 1], step=1)).plain == "canvas 1, step 1\nw5 w6"
+    second = screen.draw(Draft([5, 7, 1], step=2))
+    assert second.plain == "canvas 1, step 2\nw5 w7"
+    styles = {second.plain[span.start : span.end].strip(): span.style for span in second.spans}
+    assert "cyan" in styles["w5"] and "magenta" in styles["w7"]
+    assert screen.draw(Canvas([5, 7], steps=2)).plain == "canvas 1 done after 2 steps\nw5 w7"
+    assert screen.draw(Draft([8], step=1)).plain == "canvas 2, step 1\nw5 w7 w8"
+
+
+def test_watching_ends_in_the_same_answer(loaded, capsys, monkeypatch):
+    arguments = ("w5 w6", *SHORT, "--json", "--seed", "1")
+    _, plain, _ = run(capsys, *arguments)
+    monkeypatch.setattr("dgemma_jax.cli_generate.Console", lambda stderr: Console(stderr=stderr, force_terminal=True))
+    code, watched, err = run(capsys, *arguments, "--watch")
+    assert code == 0 and watched == plain
+    assert "canvas 1, step 1" in err and "canvas 2 done after" in err
+    code, _, err = run(capsys, *arguments, "--watch", "--slots", "2")
+    assert code == 2 and "--slots is 2; expected 1 with --watch" in err
+
+
+def test_progress_on_a_terminal_stays_out_of_standard_output(loaded, capsys, monkeypatch):
+    arguments = ("w5 w6", "w7", *SHORT, "--json", "--seed", "1")
+    _, plain, _ = run(capsys, *arguments)
+    monkeypatch.setattr("dgemma_jax.cli_generate.Console", lambda stderr: Console(stderr=stderr, force_terminal=True))
+    code, out, err = run(capsys, *arguments)
+    assert code == 0 and out == plain and "2/2" in err and "40 tokens" in err

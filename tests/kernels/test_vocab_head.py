@@ -1,0 +1,177 @@
+"""One suite for every implementation of the vocabulary head, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dgemma_jax.diffusion.random import key_from_seed, proposal_uniforms
+from dgemma_jax.kernels.vocab_head import IMPLEMENTATIONS, TILE, vocab_head
+
+V, D, CAP = TILE + 300, 24, 30.0
+each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def head(logits, implementation, temperature=1.0, draw=1.0, suppress=None, seed=0, cap=CAP, table=None):
+    """The head on one row whose logits before the cap are given f64[C,V], by an identity table of width V."""
+    logits = np.asarray(logits, np.float64)
+    vocab = logits.shape[-1]
+    keys = jnp.stack([key_from_seed(seed)])
+    return vocab_head(
+        jnp.asarray(logits[None], jnp.float32),
+        jnp.eye(vocab, dtype=jnp.float32) if table is None else table,
+        jnp.array([temperature], jnp.float32),
+        jnp.array([draw], jnp.float32),
+        proposal_uniforms(keys, logits.shape[0], vocab),
+        suppress,
+        softcap=cap,
+        scale=2.0,
+        implementation=implementation,
+    )
+
+
+def exact(logits, temperature=1.0, cap=CAP):
+    """p and entropy of softmax(cap(logits) / T) in float64."""
+    z = cap * np.tanh(np.asarray(logits, np.float64) / cap) / temperature
+    z -= z.max(-1, keepdims=True)
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    return p, -np.sum(np.where(p > 0, p * np.log(np.maximum(p, 1e-300)), 0), -1)
+
+
+@each
+@pytest.mark.parametrize("temperature", [0.8, 0.4, 0.1, 0.01])
+@pytest.mark.parametrize("top", [25.0, 5.0, 0.0, -5.0])
+def test_entropy_to_1e_4_of_float64(implementation, temperature, top):
+    logits = np.random.default_rng(0).normal(top - 6, 1.5, (4, 500))
+    logits[:, 7] = top
+    got = head(logits, implementation, temperature)
+    np.testing.assert_allclose(got.entropy[0], exact(logits.astype(np.float32), temperature)[1], atol=1e-4)
+
+
+@each
+def test_ties_go_to_the_lowest_id_and_close_logits_stay_apart(implementation):
+    logits = np.zeros((3, 4096))
+    logits[0, :4] = [28.00, 28.05, 28.10, 27.9]
+    logits[1, [9, 3000, 5]] = 4.0
+    got = head(logits, implementation)
+    assert got.argmax[0, :2].tolist() == [2, 5]
+    assert got.argmax[0, 2] == 0
+    np.testing.assert_allclose(got.entropy[0], exact(logits.astype(np.float32))[1], atol=1e-4)
+
+
+@each
+def test_suppressed_ids_never_come_out_and_do_not_touch_the_log_probability(implementation):
+    logits = np.random.default_rng(1).normal(0, 3, (8, V))
+    suppress = np.zeros((1, V), bool)
+    suppress[0, logits.argmax(-1)] = True
+    suppress[0, :1000] = True
+    got = head(logits, implementation, temperature=0.7, suppress=jnp.asarray(suppress))
+    assert not suppress[0, np.asarray(got.argmax)].any()
+    assert not suppress[0, np.asarray(got.sample)].any()
+    z = CAP * np.tanh(logits / CAP)
+    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    np.testing.assert_allclose(got.logprob[0], log_p[range(8), np.asarray(got.argmax[0])], atol=1e-4)
+    p, entropy = exact(np.where(suppress, -1e9, logits), 0.7)
+    p = np.where(suppress, 0, p)
+    np.testing.assert_allclose(got.entropy[0], -np.sum(p * np.log(np.maximum(p, 1e-300)), -1), atol=1e-4)
+    assert entropy.shape == (8,)
+
+
+@each
+def test_soft_embedding_is_the_scaled_mean_of_the_table(implementation):
+    rng = np.random.default_rng(2)
+    table = rng.normal(0, 1, (V, D)).astype(np.float32)
+    hidden = rng.normal(0, 1, (1, 5, D)).astype(np.float32)
+    got = vocab_head(
+        jnp.asarray(hidden),
+        jnp.asarray(table),
+        jnp.array([0.5]),
+        jnp.array([1.0]),
+        proposal_uniforms(jnp.stack([key_from_seed(0)]), 5, V),
+        None,
+        softcap=CAP,
+        scale=3.0,
+        implementation=implementation,
+    )
+    p, _ = exact(hidden[0].astype(np.float64) @ table.T.astype(np.float64), 0.5)
+    np.testing.assert_allclose(got.soft[0], p @ table * 3.0, atol=1e-4)
+
+
+@each
+@pytest.mark.parametrize("draw", [1.0, 0.5])
+def test_proposals_follow_the_distribution(implementation, draw):
+    """Chi-square over 12 likely ids of two tiles and the rest, 20,000 draws; the bound is its 99.9 % quantile."""
+    positions, ids = 20_000, [0, 5, 17, 99, 2047, 2048, 2049, 2100, 2200, 2300, 2346, 2347]
+    logits = np.full(V, -9.0)
+    logits[ids] = np.linspace(1, 3, len(ids))
+    table = np.zeros((V, 1), np.float32)
+    table[:, 0] = logits
+    got = vocab_head(
+        jnp.ones((1, positions, 1), jnp.float32),
+        jnp.asarray(table),
+        jnp.array([0.8]),
+        jnp.array([draw]),
+        proposal_uniforms(jnp.stack([key_from_seed(5)]), positions, V),
+        None,
+        softcap=CAP,
+        scale=1.0,
+        implementation=implementation,
+    )
+    p, _ = exact(table[:, 0].astype(np.float64), 0.8 * draw)
+    counts = np.bincount(np.asarray(got.sample[0]), minlength=V)
+    expected = np.append(p[ids], 1 - p[ids].sum()) * positions
+    observed = np.append(counts[ids], positions - counts[ids].sum())
+    assert np.sum((observed - expected) ** 2 / expected) < 32.9
+
+
+@each
+def test_a_draw_temperature_of_zero_proposes_the_argmax(implementation):
+    logits = np.random.default_rng(3).normal(0, 0.1, (16, 700))
+    got = head(logits, implementation, draw=0.0)
+    assert np.array_equal(got.sample, got.argmax)
+    for name in ("entropy", "logprob", "soft"):
+        assert np.array_equal(getattr(got, name), getattr(head(logits, implementation), name)), name
+
+
+@each
+@pytest.mark.parametrize("u", [0.0, float(np.nextafter(np.float32(1), np.float32(0)))])
+def test_extreme_uniforms_choose_an_id_that_can_be_chosen(implementation, u):
+    logits = np.full((1, V), -np.inf)
+    logits[0, [3, 2050, V - 2]] = 1.0
+    suppress = jnp.asarray(np.isneginf(logits))
+    got = vocab_head(
+        jnp.ones((1, 1, 1), jnp.float32),
+        jnp.ones((V, 1), jnp.float32),
+        jnp.array([0.5]),
+        jnp.array([1.0]),
+        jnp.full((1, 3, 1), u, jnp.float32),
+        suppress,
+        softcap=CAP,
+        scale=1.0,
+        implementation=implementation,
+    )
+    assert got.sample[0, 0] == (3 if u == 0 else V - 2)
+
+
+@each
+def test_bfloat16_accumulates_and_caps_in_float32(implementation):
+    rng = np.random.default_rng(4)
+    hidden, table = (jnp.asarray(rng.normal(0, 1, s), jnp.bfloat16) for s in ((1, 6, D), (V, D)))
+    got = vocab_head(
+        hidden,
+        table,
+        jnp.array([0.8]),
+        jnp.array([1.0]),
+        proposal_uniforms(jnp.stack([key_from_seed(0)]), 6, V),
+        None,
+        softcap=CAP,
+        scale=1.0,
+        implementation=implementation,
+    )
+    wide = np.asarray(hidden[0], np.float64) @ np.asarray(table, np.float64).T
+    p, entropy = exact(wide, 0.8)
+    np.testing.assert_allclose(got.entropy[0], entropy, atol=1e-4)
+    assert np.array_equal(got.argmax[0], wide.argmax(-1))
+    assert got.soft.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got.soft[0], np.float64), p @ np.asarray(table, np.float64), atol=2e-2)
+    assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), got))

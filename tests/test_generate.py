@@ -1,0 +1,281 @@
+"""Generation on a small random model: cuts, seeds, independence of rows, bad input."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+import dgemma_jax as dg
+from dgemma_jax.diffusion.policy import stable_and_confident
+from dgemma_jax.engine.runner import Runner
+from dgemma_jax.text.tokenizer import Tokenizer
+from tests.random_models import SMALL, random_model
+
+PROMPTS = [[5, 6, 7], list(range(3, 43)), [9], [11] * 20, [2, 80], list(range(90, 50, -1)), [4, 4], [33, 1, 2, 3]]
+C = SMALL.canvas_length
+
+
+def small_tokenizer():
+    """Words w0 .. w95 separated by blanks; <bos> and <|turn> are special."""
+    words = {f"w{i}": i for i in range(SMALL.vocab_size)}
+    words["<bos>"], words["<|turn>"] = words.pop("w2"), words.pop("w10")
+    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<bos>", "<|turn>"])
+    return Tokenizer(backend)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(tokenizer=small_tokenizer(), max_model_len=200)
+
+
+def run(model, prompt, seed=1, **chosen):
+    return model.generate([prompt], dg.Sampling(**{"max_new_tokens": 2 * C} | chosen), seed=seed, slots=4)[0]
+
+
+def variant(model, **changes):
+    """The same model with another tokenizer or context, sharing the compiled programs."""
+    parts = {"tokenizer": model.tokenizer, "max_model_len": model.max_model_len} | changes
+    other = dg.Model(model.config, model.params, defaults=model.defaults, **parts)
+    other._programs = model._programs
+    return other
+
+
+def test_the_same_seed_gives_the_same_answer_alone_and_among_others(model):
+    sampling = dg.Sampling(max_new_tokens=2 * C)
+    together = model.generate(PROMPTS, sampling=sampling, seed=5, slots=4)
+    again = model.generate(PROMPTS[::-1], sampling=sampling, seed=5, slots=4)[::-1]
+    alone = [model.generate([prompt], sampling=sampling, seed=5, slots=4)[0] for prompt in PROMPTS]
+    assert together == again == alone
+    assert len({tuple(answer.tokens) for answer in together}) == len(PROMPTS)
+
+
+def test_a_seed_of_ones_own_wins_and_a_fresh_one_is_reported(model):
+    fixed = run(model, PROMPTS[0], seed=7)
+    assert fixed.seed == 7
+    own = model.generate([PROMPTS[0]] * 2, dg.Sampling(max_new_tokens=2 * C, seed=7), seed=8, slots=4)
+    assert own[0] == own[1] == fixed
+    fresh = model.generate([PROMPTS[0]] * 2, dg.Sampling(max_new_tokens=2 * C), slots=4)
+    assert fresh[0].seed != fresh[1].seed
+    assert run(model, PROMPTS[0], seed=fresh[1].seed) == fresh[1]
+
+
+@pytest.mark.parametrize("budget", [1, C - 1, C, C + 1, 2 * C + 3])
+def test_the_output_is_cut_exactly(model, budget):
+    answer = run(model, PROMPTS[0], max_new_tokens=budget)
+    whole = run(model, PROMPTS[0], max_new_tokens=3 * C)
+    assert answer.tokens == whole.tokens[:budget]
+    assert (answer.finish_reason, answer.stop_id) == ("length", None)
+    assert answer.steps == whole.steps[: -(-budget // C)]
+    assert answer.tokens_per_step == budget / sum(answer.steps)
+
+
+def test_a_stop_id_ends_the_answer_in_any_canvas(model):
+    whole = run(model, PROMPTS[1], max_new_tokens=3 * C)
+    for at in (0, 3, C, 2 * C + 5):
+        stop = whole.tokens[at]
+        first = whole.tokens.index(stop)
+        answer = run(model, PROMPTS[1], max_new_tokens=3 * C, stop_token_ids=[stop, 95])
+        assert answer.tokens == whole.tokens[:first]
+        assert (answer.finish_reason, answer.stop_id) == ("stop", stop)
+        assert len(answer.steps) == first // C + 1
+    beyond = run(model, PROMPTS[1], max_new_tokens=first, stop_token_ids=[stop])
+    assert (beyond.finish_reason, beyond.stop_id) == ("length", None)
+
+
+def test_a_stop_string_is_found_across_a_canvas_border_and_not_returned(model):
+    whole = run(model, PROMPTS[0], max_new_tokens=3 * C)
+    words = [model.tokenizer.decode([id]) for id in whole.tokens]
+    across = " ".join(words[C - 2 : C + 1])
+    answer = run(model, PROMPTS[0], max_new_tokens=3 * C, stop=across)
+    assert answer.raw_text == model.tokenizer.decode(whole.tokens).split(across)[0]
+    assert answer.tokens == whole.tokens[: C - 2]
+    assert (answer.finish_reason, answer.stop_id, len(answer.steps)) == ("stop", None, 2)
+    inside = words[4][-1:] + " " + words[5][:1]  # begins and ends inside tokens
+    cut = run(model, PROMPTS[0], stop=["never", inside])
+    assert cut.raw_text == model.tokenizer.decode(whole.tokens).split(inside)[0]
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
+def test_the_context_ends_the_answer_and_its_last_canvas_has_full_width(model):
+    prompt = [3] * 190
+    answer = model.generate([prompt], seed=1, slots=4)[0]
+    assert (len(answer.tokens), answer.finish_reason) == (10, "length")
+    longer = variant(model, max_model_len=256).generate([prompt], seed=1, slots=4)[0]
+    assert answer.tokens == longer.tokens[:10]  # the same canvas, cut
+    with pytest.raises(ValueError, match="200 tokens leaves no room in a context of 200"):
+        model.generate([[3] * 200])
+
+
+def test_chunks_of_a_long_prompt_do_not_show(model, monkeypatch):
+    prompt = list(range(3, 93)) + list(range(3, 83))
+    whole = run(model, prompt)
+    monkeypatch.setattr("dgemma_jax.engine.runner.LARGEST_CHUNK", 32)
+    assert run(model, prompt).tokens == whole.tokens
+
+
+def test_rows_at_rest_and_a_used_cache_leave_no_trace(model):
+    """Every buffer starts as NaN; nothing of it may reach an answer."""
+    expected = model.generate(PROMPTS, sampling=dg.Sampling(max_new_tokens=2 * C), seed=2, slots=4)
+    parts = (model.config, model.params, model._programs, model.tokenizer, model.max_model_len, 4)
+    runner = Runner(*parts, policy=dg.Policy())
+    nan = lambda buffers: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), buffers)  # noqa: E731
+    runner.cache = replace(runner.cache, k=nan(runner.cache.k), v=nan(runner.cache.v))
+    requests = model._requests(PROMPTS, dg.Sampling(max_new_tokens=2 * C), 2)
+    found = {i: e.completion for i, e in runner.run(requests) if isinstance(e, dg.Finished)}
+    assert [found[i] for i in range(len(PROMPTS))] == expected
+
+
+def test_suppressed_ids_never_appear(model):
+    seen = set(run(model, PROMPTS[0]).tokens)
+    answer = run(model, PROMPTS[0], suppress=seen)
+    assert answer.tokens
+    assert not seen & set(answer.tokens)
+
+
+def test_temperature_zero_proposes_the_argmax_and_one_is_neutral(model):
+    plain = run(model, PROMPTS[0], entropy_bound=30)
+    assert run(model, PROMPTS[0], entropy_bound=30, temperature=1) == plain
+    zero = run(model, PROMPTS[0], entropy_bound=30, temperature=0)
+    assert zero == run(model, PROMPTS[0], entropy_bound=30, temperature=0)
+    assert zero.tokens != plain.tokens
+
+
+def test_every_prompt_has_its_own_sampling(model):
+    samplings = [dg.Sampling(max_new_tokens=n, max_denoising_steps=n, seed=n) for n in (1, 3, 20)]
+    answers = model.generate([PROMPTS[0]] * 3, sampling=samplings, slots=4)
+    assert [len(answer.tokens) for answer in answers] == [1, 3, 20]
+    assert [answer.steps for answer in answers] == [[1], [3], [20, 20]]
+    single = [model.generate([PROMPTS[0]], sampling=s, slots=4)[0] for s in samplings]
+    assert answers == single
+
+
+def test_a_policy_runs_inside_the_loop(model):
+    never = dg.Policy(stop=lambda streak, entropy, knobs: streak > 100)
+    at_once = dg.Policy(stop=lambda streak, entropy, knobs: streak >= 0)
+    sampling = dg.Sampling(max_new_tokens=C, max_denoising_steps=4)
+    steps = [model.generate([PROMPTS[0]], sampling, seed=1, policy=p, slots=4)[0].steps for p in (never, at_once)]
+    assert steps == [[4], [1]]
+    with pytest.raises(ValueError, match="Policy"):
+        model.generate([PROMPTS[0]], sampling, policy=stable_and_confident)
+
+
+def test_a_stream_tells_every_step(model):
+    sampling = dg.Sampling(max_new_tokens=C + 4, max_denoising_steps=3)
+    events = list(model.stream(PROMPTS[0], sampling, seed=1))
+    finished = events[-1].completion
+    assert finished == model.generate([PROMPTS[0]], sampling, seed=1)[0]
+    kinds = [type(event).__name__ for event in events]
+    assert kinds == [*["Draft"] * 3, "Canvas"] * 2 + ["Finished"]
+    canvases = [event for event in events if isinstance(event, dg.Canvas)]
+    assert [id for canvas in canvases for id in canvas.tokens] == finished.tokens
+    assert [event.step for event in events[:3]] == [1, 2, 3]
+    assert events[2].tokens == canvases[0].tokens
+
+
+def test_an_interrupt_leaves_the_model_usable(model, monkeypatch):
+    expected = run(model, PROMPTS[0], seed=3)
+    take = dg.api.Runner._harvest
+
+    def interrupted(self, state):
+        yield from take(self, state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dg.api.Runner, "_harvest", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, PROMPTS[0], seed=3)
+    assert run(model, PROMPTS[0], seed=3) == expected
+
+
+def test_text_prompts_get_one_bos(model):
+    by_ids = run(model, [2, 5, 6])
+    assert run(model, "w5 w6") == by_ids == run(model, "<bos> w5 w6")
+    assert model.generate("w5 w6", dg.Sampling(max_new_tokens=2 * C), seed=1, slots=4) == [by_ids]
+    assert by_ids.text == model.tokenizer.decode(by_ids.tokens, skip_special=True)
+    assert model.generate([]) == []
+
+
+def test_knobs_and_prompts_compile_nothing_new(model):
+    """One program per shape: what differs between two requests of a bucket is data."""
+    run(model, PROMPTS[0])
+    run(model, PROMPTS[0], max_denoising_steps=2, stop_token_ids=[1])
+    with jax.log_compiles(), _Compilations() as compiled:
+        for seed, chosen in enumerate(
+            [{"t_max": 0.9}, {"t_min": None}, {"entropy_bound": 3.0}, {"stability_threshold": 2}, {"temperature": 0}]
+        ):
+            run(model, PROMPTS[3][: seed + 1], seed=seed + 2**40, max_denoising_steps=seed + 1, **chosen)
+        run(model, PROMPTS[0], suppress=[4, 5], confidence_threshold=None, max_new_tokens=30)
+    assert compiled.names == []
+
+
+class _Compilations:
+    """Names of the programs compiled inside the block."""
+
+    def __enter__(self):
+        import logging
+
+        self.names, self._logger = [], logging.getLogger("jax._src.dispatch")
+        self._handler = logging.Handler()
+        self._handler.emit = lambda record: (
+            self.names.append(record.getMessage()) if "XLA compilation" in record.getMessage() else None
+        )
+        self._logger.addHandler(self._handler)
+        return self
+
+    def __exit__(self, *error):
+        self._logger.removeHandler(self._handler)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "chosen", "message"),
+    [
+        ([""], {}, "prompt '' is empty"),
+        ([[]], {}, r"prompt \[\] is empty"),
+        ([[1, 96]], {}, "token id 96; expected integers in 0 .. 95"),
+        ([[1, -1]], {}, "token id -1"),
+        ([[1, 2.5]], {}, "token id 2.5"),
+        ([[1, True]], {}, "token id True"),
+        ([5, 6], {}, "prompt 5 is neither text nor a list"),
+        ([b"w5"], {}, "neither text nor"),
+        ([[1]], {"suppress": [96]}, "suppress holds token id 96"),
+        ([[1]], {"suppress": range(96)}, "suppress holds all 96 ids"),
+        ([[1]], {"stop_token_ids": [1, 400]}, "stop_token_ids holds token id 400"),
+    ],
+)
+def test_bad_requests_are_refused_in_one_line(model, prompts, chosen, message):
+    with pytest.raises(ValueError, match=message) as error:
+        model.generate(prompts, sampling=dg.Sampling(**chosen))
+    assert "\n" not in str(error.value)
+
+
+def test_bad_arguments_are_refused(model):
+    with pytest.raises(ValueError, match="2 samplings for 1 prompts"):
+        model.generate([[1]], sampling=[dg.Sampling()] * 2)
+    with pytest.raises(ValueError, match="slots is 0"):
+        model.generate([[1]], slots=0)
+    with pytest.raises(ValueError, match="seed is -1"):
+        model.generate([[1]], seed=-1)
+    with pytest.raises(ValueError, match="max_model_len is 300"):
+        random_model(max_model_len=300)
+
+
+def test_without_a_tokenizer_ids_work_and_text_is_refused(model):
+    bare = variant(model, tokenizer=None)
+    answer = bare.generate([[5]], dg.Sampling(max_new_tokens=3), seed=1, slots=4)[0]
+    assert (len(answer.tokens), answer.text, answer.raw_text) == (3, "", "")
+    for call in (lambda: bare.generate("w5"), lambda: bare.generate([[5]], dg.Sampling(stop="w"))):
+        with pytest.raises(ValueError, match="tokenizer"):
+            call()
+
+
+def test_the_cache_grows_by_buckets_without_changing_an_answer(model):
+    """A row alone in a small cache, and beside a row whose length forces a larger one."""
+    sampling = dg.Sampling(max_new_tokens=C)
+    alone = model.generate([[5, 6]], sampling, seed=4, slots=4)[0]
+    beside = model.generate([[5, 6], [7] * 150], sampling, seed=4, slots=4)[0]
+    assert alone == beside

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from dgemma_jax.cache import KVCache, init_cache
     from dgemma_jax.config import Config, gemma_26b_a4b, tiny
     from dgemma_jax.diffusion.policy import Knobs, Policy, accept
-    from dgemma_jax.events import Canvas, Completion, Draft, Finished
+    from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
     from dgemma_jax.functional import denoise, denoise_logits, encode, soft_embedding
     from dgemma_jax.sampling import UNSET, Sampling
+    from dgemma_jax.tools import ToolRun, run_tools
 
 _HOME = {
     "UNSET": "sampling",
     "Canvas": "events",
+    "ChatMessage": "events",
     "Completion": "events",
     "Config": "config",
     "Draft": "events",
@@ -27,6 +29,8 @@ _HOME = {
     "Model": "api",
     "Policy": "diffusion.policy",
     "Sampling": "sampling",
+    "ToolRun": "tools",
+    "Usage": "events",
     "accept": "diffusion.policy",
     "denoise": "functional",
     "denoise_logits": "functional",
@@ -34,6 +38,7 @@ _HOME = {
     "gemma_26b_a4b": "config",
     "init_cache": "cache",
     "load": "api",
+    "run_tools": "tools",
     "soft_embedding": "functional",
     "tiny": "config",
 }

@@ -3,7 +3,7 @@
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -15,13 +15,14 @@ from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request
 from dgemma_jax.engine.runner import Event, Runner
-from dgemma_jax.events import Canvas, Completion, Draft, Finished
+from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
 from dgemma_jax.model.transformer import build
 from dgemma_jax.sampling import UNSET, Sampling
-from dgemma_jax.text.tokenizer import Tokenizer
+from dgemma_jax.text import Tokenizer, encode_chat, opens_thought, parse_response, render_chat
 
 LARGEST_SLOTS = 8
 DEFAULT_POLICY = Policy()
+NO_TOKENIZER = "this model has no tokenizer.json: pass token ids, or load with tokenizer=PATH"
 Prompt = str | Sequence[int]
 
 
@@ -94,14 +95,59 @@ class Model:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Mapping],
         sampling: Sampling | None = None,
         seed: int | None = None,
         policy: Policy | None = None,
     ) -> Iterator[Draft | Canvas | Finished]:
-        """One answer as it happens: a Draft after every step, a Canvas after every canvas, Finished at the end."""
+        """One answer as it happens: a Draft after every step, a Canvas after every canvas, Finished at the end.
+
+        prompt: text, token ids, or the messages of a conversation.
+        """
+        if _is_conversation(prompt):
+            prompt = self._chat_prompt(prompt)
         requests = self._requests([prompt], sampling, seed)
         return (event for _, event in self._run(requests, 1, policy, drafts=True))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping],
+        tools: Sequence[Mapping] | None = None,
+        thinking: bool = False,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        policy: Policy | None = None,
+    ) -> ChatMessage:
+        """The model's next turn of a conversation in OpenAI's message format.
+
+        tools: functions the model may call, in OpenAI's format. thinking: let it write a thought before the answer.
+        Append `answer.as_message()`, then the tools' results, and call again. Control tokens typed in a message stay
+        ordinary text.
+        """
+        prompt = self._chat_prompt(messages, tools, thinking)
+        completion = self.generate([prompt], sampling, seed, policy)[0]
+        in_thought = opens_thought(render_chat(messages, tools, thinking))
+        response = parse_response(completion.raw_text, tools, in_thought)
+        called = response.tool_calls and completion.finish_reason == "stop"
+        return ChatMessage(
+            content=response.content,
+            reasoning=response.reasoning,
+            tool_calls=response.tool_calls,
+            finish_reason="tool_calls" if called else completion.finish_reason,
+            usage=Usage(
+                prompt_tokens=len(prompt),
+                completion_tokens=len(completion.tokens) + (completion.stop_id is not None),
+                canvases=len(completion.steps),
+                denoising_steps=sum(completion.steps),
+            ),
+        )
+
+    def _chat_prompt(
+        self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False
+    ) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        return encode_chat(messages, self.tokenizer, tools, thinking)
 
     def _run(
         self, requests: list[Request], slots: int, policy: Policy | None, drafts: bool = False
@@ -140,7 +186,7 @@ class Model:
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("this model has no tokenizer.json: pass token ids, or load with tokenizer=PATH")
+                raise ValueError(NO_TOKENIZER)
             if not prompt:
                 raise ValueError("prompt '' is empty; expected text or a list of token ids")
             ids, bos = self.tokenizer.encode(prompt), self.config.bos_token_id
@@ -170,6 +216,10 @@ class Model:
             raise ValueError(
                 f"stop {sampling.stop[0]!r} needs a tokenizer; use stop_token_ids or load with tokenizer=PATH"
             )
+
+
+def _is_conversation(prompt: Prompt | Sequence[Mapping]) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _slots(slots: int | None, prompts: int) -> int:

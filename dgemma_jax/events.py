@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from dgemma_jax.text.response import ToolCall
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,40 @@ class Finished:
     """The last event of a stream."""
 
     completion: Completion
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer took: tokens of the prompt, tokens generated (the stop id counts), canvases, denoising steps."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    canvases: int
+    denoising_steps: int
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """The model's turn of a conversation, taken apart.
+
+    reasoning: what stood in the thought channel. finish_reason: "tool_calls" if the turn ends with calls, else that of
+    the completion.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+    finish_reason: Literal["tool_calls", "stop", "length"]
+    usage: Usage
+
+    def as_message(self) -> dict[str, Any]:
+        """The turn in OpenAI's message format, to be appended to the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message

@@ -74,9 +74,12 @@ def _files_of(directory: Path) -> dict[str, set[str]]:
     if (directory / SINGLE).exists():
         return {SINGLE: set()}
     if not (directory / INDEX).exists():
-        others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".gguf", ".pt", ".npz"))
-        found = f"only {', '.join(others)}; save the model as safetensors" if others else "no weights at all"
-        raise ValueError(f"{directory} has neither {SINGLE} nor {INDEX}: {found}")
+        suffixes = (".safetensors", ".bin", ".gguf", ".pt", ".npz")
+        others = sorted(path.name for path in directory.iterdir() if path.suffix in suffixes)
+        found = f"only {', '.join(others)}" if others else "no weights at all"
+        raise ValueError(
+            f"{directory} has neither {SINGLE} nor {INDEX}, {found}; save the model with transformers' save_pretrained"
+        )
     files: dict[str, set[str]] = defaultdict(set)
     try:
         for name, file_name in json.loads((directory / INDEX).read_text())["weight_map"].items():

@@ -214,6 +214,18 @@ def test_ctrl_c_while_loading(monkeypatch, capsys):
     assert run(capsys, "a") == (130, "", "")
 
 
+def test_an_interrupted_process_leaves_with_130():
+    code = (
+        "import sys, dgemma_jax as dg\n"
+        "from dgemma_jax.cli import main\n"
+        "def load(name): raise KeyboardInterrupt\n"
+        "dg.load, sys.argv = load, ['dgemma', 'generate', 'a']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_the_screen_sets_off_what_the_step_changed(directory):
     screen = cli_watch.Screen(Tokenizer.from_file(directory / "tokenizer.json"))
     assert screen.draw(Draft([5, 6, 1], step=1)).plain == "canvas 1, step 1\nw5 w6"

@@ -10,7 +10,7 @@ import sys
 import textwrap
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity.checkpoints import NARROW, WIDE, hf_config
 
@@ -237,6 +237,7 @@ PATHS = [name for name in RELEASE if not name.endswith("_config")]
 PATHS += [f"{part}/{name}" for part in ("text_config", "vision_config") for name in RELEASE[part]]
 
 
+@settings(deadline=None)
 @given(path=st.sampled_from([*PATHS, "text_config", "vision_config", "text_config/per_layer_config"]), value=JSON)
 def test_any_value_anywhere_gives_a_config_or_one_line(path, value):
     try:

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgemma_jax.sampling import BUILT_IN, UNSET, Sampling
@@ -111,6 +111,7 @@ FIELDS = {
 }
 
 
+@settings(deadline=None)
 @given(chosen=st.fixed_dictionaries({}, optional=FIELDS), defaults=st.fixed_dictionaries({}, optional=FIELDS))
 def test_merging_keeps_choices_and_fills_the_rest(chosen, defaults):
     first, second = Sampling(**chosen), Sampling(**defaults)
@@ -120,6 +121,7 @@ def test_merging_keeps_choices_and_fills_the_rest(chosen, defaults):
     assert merged.merged(second) == merged and first.merged(Sampling()) == first
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(NAMES), value=st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 )

@@ -1,0 +1,274 @@
+"""The trainer: data, tokenizer, loss, optimizer, resuming, export."""
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dgemma_jax.checkpoint import open_checkpoint
+from dgemma_jax.config import LayerConfig, tiny
+from dgemma_jax.model.transformer import build
+from dgemma_jax.text.tokenizer import Tokenizer
+from dgemma_jax.train import checkpoint, data, tokenizer, trainer
+from dgemma_jax.train.export import export
+from dgemma_jax.train.init import initial_params
+from dgemma_jax.train.loss import Objective, add_noise, diffusion_loss, noise_levels
+from dgemma_jax.train.optim import matrix_axes, optimizer, schedule
+
+VOCABULARY = tokenizer.build()
+CONFIG = replace(
+    tiny(),
+    hidden_size=32,
+    intermediate_size=32,
+    self_conditioning_size=32,
+    num_attention_heads=2,
+    layers=(LayerConfig("full", 1, 16),),
+    moe_intermediate_size=16,
+)
+GRAPH, ABSTRACT = build(CONFIG, "float32")
+OPTIMIZER = optimizer(10, matrix_rate=0.05, rate=0.02)
+UPDATE = trainer.make_update(partial(diffusion_loss, GRAPH, CONFIG, Objective(copies=8)), OPTIMIZER, seed=0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compiles():
+    """Compiling is most of the time of these tests; their programs run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def small_batch(step: int) -> data.Batch:
+    return data.pack(data.draw({"sudoku": 4, "reverse": 4}, 0, step), VOCABULARY, 40, 32)
+
+
+def small_state() -> trainer.State:
+    return trainer.start(initial_params(ABSTRACT, seed=0), OPTIMIZER)
+
+
+# Data
+
+
+def groups(grid: str) -> list[set[str]]:
+    rows = grid.split("\n")
+    boxes = [{*rows[i][j : j + 2], *rows[i + 1][j : j + 2]} for i in (0, 2) for j in (0, 2)]
+    return [*map(set, rows), *map(set, zip(*rows, strict=True)), *boxes]
+
+
+def test_sudoku_answers_are_the_only_solution():
+    assert len(set(data.SOLUTIONS)) == 288
+    rng = random.Random(1)
+    for _ in range(300):
+        question = data.sudoku(rng)
+        assert question.text.endswith(question.essence)
+        assert 4 <= sum(c.isdigit() for c in question.essence) <= 10
+        assert all(group == set("1234") for group in groups(question.answer))
+        agreeing = [
+            solution
+            for solution in map(data.lines, data.SOLUTIONS)
+            if all(given in (".", cell) for given, cell in zip(question.essence, solution, strict=True))
+        ]
+        assert agreeing == [question.answer]
+
+
+def test_reversed_lists():
+    rng = random.Random(2)
+    sizes = set()
+    for _ in range(300):
+        question = data.reverse(rng)
+        comma = ", " if "," in question.text else " "
+        items = question.answer.split(comma)[::-1]
+        assert question.text.endswith(comma.join(items))
+        assert question.essence == " ".join(items)
+        sizes.add(len(items))
+    assert sizes == {2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize("skill", data.SKILLS)
+def test_held_out_prompts_are_never_trained_on(skill):
+    held = data.held_out(skill, 100, seed=5)
+    assert len({example.prompt for example in held}) == 100
+    trained = {example for step in range(300) for example in data.draw({skill: 4}, 0, step)}
+    assert not trained & set(held)
+    rng = random.Random(3)
+    questions = [data.SKILLS[skill](rng) for _ in range(2000)]
+    assert 0.03 < np.mean([data.is_held_out(question) for question in questions]) < 0.1
+    assert data.held_out(skill, 100, seed=5) == held
+
+
+def test_a_step_draws_the_same_examples_every_time():
+    assert data.draw({"sudoku": 2}, 0, 7) == data.draw({"sudoku": 2}, 0, 7) != data.draw({"sudoku": 2}, 0, 8)
+
+
+def test_pack():
+    batch = small_batch(0)
+    examples = data.draw({"sudoku": 4, "reverse": 4}, 0, 0)
+    for row, example in enumerate(examples):
+        prompt = VOCABULARY.decode(batch.tokens[row, : batch.lengths[row]], skip_special_tokens=False)
+        answer = VOCABULARY.decode(batch.canvas[row, : batch.answer[row]], skip_special_tokens=False)
+        assert (prompt, answer) == example
+        assert (batch.tokens[row, batch.lengths[row] :] == tokenizer.PAD).all()
+        assert (batch.canvas[row, batch.answer[row] :] == tokenizer.EOS).all()
+        assert batch.canvas[row, batch.answer[row] - 1] == tokenizer.END_OF_TURN
+    with pytest.raises(ValueError, match="exceed 8"):
+        data.pack(examples, VOCABULARY, 8, 32)
+
+
+# Tokenizer
+
+
+@given(st.text())
+def test_text_round_trips(text):
+    ids = VOCABULARY.encode(text).ids
+    assert VOCABULARY.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.CONTROL["<unk>"] not in ids or "<unk>" in text
+
+
+@given(st.lists(st.sampled_from([*tokenizer.CONTROL, *tokenizer.MEDIA, *tokenizer.WORDS, "a", " ", "\n", "é"])))
+def test_control_tokens_are_single_ids(pieces):
+    text = "".join(pieces)
+    ids = VOCABULARY.encode(text).ids
+    control = [piece for piece in pieces if piece in tokenizer.CONTROL or piece in tokenizer.MEDIA]
+    special = Tokenizer(VOCABULARY).special_ids
+    assert [id for id in ids if id in special.values()] == [special[piece] for piece in control]
+    assert VOCABULARY.decode(ids, skip_special_tokens=False) == text
+    plain = Tokenizer(VOCABULARY).encode(text, control=False)
+    assert not set(plain) & set(special.values())
+    assert VOCABULARY.decode(plain) == text
+
+
+def test_vocabulary():
+    vocabulary = tokenizer.vocabulary()
+    assert sorted(vocabulary.values()) == list(range(tokenizer.VOCAB_SIZE))
+    assert VOCABULARY.get_vocab(with_added_tokens=True) == vocabulary
+    assert vocabulary["\n"] == 107
+    assert vocabulary["<|turn>"] == 105
+    assert VOCABULARY.encode("Reverse this list: apple").tokens == ["Reverse", " this", " list", ":", " ", "apple"]
+    assert VOCABULARY.encode("pineapple 12<0x41>").tokens == [*"pineapple 12<0x41>"]
+    assert VOCABULARY.encode("<bos>").ids == [2]
+    with pytest.raises(ValueError, match="do not fit"):
+        tokenizer.vocabulary(size=200)
+
+
+# Loss and optimizer
+
+
+def test_noise():
+    levels = noise_levels(jax.random.key(0), 100, 4, 0.2)
+    assert ((levels >= 0) & (levels <= 1)).all()
+    assert 0.15 < float((levels == 1).mean()) < 0.25
+    assert (jnp.diff(levels, axis=1) >= 0).all(), "one copy in each quarter"
+    canvas = jnp.zeros((2, 1000), jnp.int32)
+    noised = add_noise(jax.random.key(1), canvas, jnp.array([0.0, 0.5]), 416)
+    assert (noised[0] == 0).all()
+    assert 0.4 < float((noised[1] != 0).mean()) < 0.6
+
+
+def test_remat_leaves_loss_and_gradients_as_they_are():
+    def gradient(remat: bool):
+        loss = partial(diffusion_loss, GRAPH, CONFIG, Objective(copies=2, remat=remat))
+        differentiate = jax.jit(jax.grad(loss, has_aux=True), static_argnums=3)
+        return differentiate(small_state().params, small_batch(0), jax.random.key(0), True)
+
+    (kept, metrics), (recomputed, metrics_again) = gradient(False), gradient(True)
+    np.testing.assert_allclose(metrics.loss, metrics_again.loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), kept, recomputed)
+    silent = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(kept) if not np.any(leaf)]
+    assert silent == ["['layers'][0]['encoder_scalar']"], "only what follows the encoder's last keys stays untrained"
+
+
+def test_the_optimizer_knows_its_matrices():
+    axes = matrix_axes(ABSTRACT)
+    layer = axes["layers"][0]
+    assert layer["attention"]["o"].reduction_axis == (0, 1)
+    assert layer["experts"]["gate_up"].reduction_axis == 1
+    assert axes["embedder"]["table"] is layer["router"]["proj"] is layer["input_norm"]["scale"] is None
+
+
+def test_muon_steps_are_nearly_orthogonal():
+    params = {"mlp": {"gate": jax.random.normal(jax.random.key(0), (16, 24))}, "norm": {"scale": jnp.ones(16)}}
+    update, _ = jax.jit(OPTIMIZER.update)(params, OPTIMIZER.init(params), params)
+    assert jax.tree.structure(update) == jax.tree.structure(params)
+    singular = np.linalg.svd(update["mlp"]["gate"], compute_uv=False)
+    assert singular.max() / singular.min() < 3
+
+
+def test_schedule():
+    rate = schedule(100, 2.0)
+    np.testing.assert_allclose([rate(0), rate(2), rate(30), rate(100)], [1.0, 2.0, 2.0, 0.04], rtol=1e-5)
+
+
+# The run
+
+
+def losses(state: trainer.State, steps: int) -> tuple[trainer.State, list[float]]:
+    seen = []
+    for now, metrics in trainer.train(state, steps, UPDATE, small_batch):
+        state = now
+        seen.append(float(metrics.loss))
+    return state, seen
+
+
+@pytest.fixture(scope="module")
+def whole_run() -> tuple[trainer.State, list[float]]:
+    return losses(small_state(), 10)
+
+
+def test_ten_steps_reduce_the_loss(whole_run):
+    _, seen = whole_run
+    assert len(seen) == 10
+    assert np.mean(seen[-3:]) < 0.8 * np.mean(seen[:3])
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(whole_run, tmp_path):
+    state, seen = losses(small_state(), 5)
+    checkpoint.save(tmp_path / "run" / "state.npz", state, {"seed": 0})
+    resumed = checkpoint.load(tmp_path / "run" / "state.npz", small_state(), {"seed": 0})
+    state, rest = losses(resumed, 10)
+    assert seen + rest == whole_run[1]
+    jax.tree.map(np.testing.assert_array_equal, state, whole_run[0])
+
+
+def test_an_interrupted_write_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "state.npz"
+    state = trainer.State({"w": jnp.arange(3.0)}, optax.EmptyState(), jnp.int32(1))
+    checkpoint.save(path, state, {})
+
+    def half_written(file, **arrays):
+        file.write(b"half a")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", half_written)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(path, state._replace(step=jnp.int32(2)), {})
+    assert checkpoint.load(path, state, {}).step == 1
+
+
+def test_a_state_of_another_run_is_refused(tmp_path):
+    path = tmp_path / "state.npz"
+    checkpoint.save(path, {"w": jnp.zeros(2)}, {"steps": 10})
+    with pytest.raises(ValueError, match="Remove it"):
+        checkpoint.load(path, {"w": jnp.zeros(2)}, {"steps": 20})
+    with pytest.raises(ValueError, match="other arrays"):
+        checkpoint.load(path, {"v": jnp.zeros(2)}, {"steps": 10})
+
+
+def test_an_exported_model_loads(tmp_path):
+    both_kinds = replace(CONFIG, layers=(LayerConfig("sliding", 2, 16), LayerConfig("full", 1, 16)))
+    params = initial_params(build(both_kinds)[1], seed=0)
+    export(tmp_path / "model", both_kinds, params, VOCABULARY, "# card\n")
+    export(tmp_path / "model", both_kinds, params, VOCABULARY, "# card\n")
+    config, loaded, text, defaults = open_checkpoint(tmp_path / "model")
+    ids = {"image_token_id": 411, "boi_token_id": 409, "eoi_token_id": 413}
+    assert config == replace(both_kinds, **ids)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(b.dtype), b), params, loaded)
+    assert text.encode("<|turn>") == [105]
+    assert sorted(defaults.stop_token_ids) == [1, 50, 106]
+    assert defaults.suppress == (411, 412, 415)

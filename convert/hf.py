@@ -220,6 +220,8 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def _value_problem(name: str, array: np.ndarray) -> Problem | None:
     """Infinite clip bounds mean no bound; nothing else may be infinite, and nothing NaN."""
+    if all_finite(array):
+        return None
     bound = name.rsplit(".", 1)[-1] in CLIP_BOUNDS
     bad = np.isnan(array) if bound else ~np.isfinite(array)
     if not bad.any():
@@ -228,6 +230,12 @@ def _value_problem(name: str, array: np.ndarray) -> Problem | None:
     return Problem(
         "not finite", name, f"{int(bad.sum())} of {array.size} values as {array.dtype}, the first at {first}"
     )
+
+
+def all_finite(array: np.ndarray) -> bool:
+    """No infinity and no NaN, by their exponent bits: several times faster than np.isfinite on bfloat16."""
+    infinity = np.array(np.inf, array.dtype).view(f"u{array.itemsize}")
+    return bool(((array.view(infinity.dtype) & infinity) < infinity).all())
 
 
 def _extra_problems(files: TensorFiles, entries: Mapping[str, Entry]) -> Iterator[Problem]:

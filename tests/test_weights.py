@@ -230,6 +230,13 @@ def test_values_too_large_for_the_asked_dtype_are_found(directory):
     assert "1 of 29328 values as float16, the first at [0, 0]" in message
 
 
+@settings(deadline=None)
+@given(st.lists(st.floats(width=16), max_size=5), st.sampled_from(sorted(hf.DTYPES)))
+def test_the_quick_check_of_values_is_isfinite(values, dtype):
+    array = np.array(values, hf.DTYPES[dtype])
+    assert hf.all_finite(array) == np.isfinite(array).all()
+
+
 @pytest.mark.parametrize("size", [0, 4, 100, -2])
 def test_a_truncated_file(directory, size):
     path = directory / "model.safetensors"

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
@@ -27,9 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="dgemma: %(message)s")
     try:
-        from dgemma_jax import cli_generate
-
-        cli_generate.run(args)
+        import_module(f"dgemma_jax.cli_{args.command}").run(args)
     except (ValueError, OSError) as error:
         print(f"dgemma: error: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -51,20 +50,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dgemma", description="DiffusionGemma, a block-diffusion language model, in JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="answer prompts", description="Answer prompts."))
+    _add_chat(commands.add_parser("chat", help="talk in the terminal", description="Talk with the model."))
     return parser
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="one answer each; with none, standard input is the prompt")
-    add("--model", default="tiny", help="directory, hub name in the local cache, or tiny (the default, bundled)")
     add("--raw", action="store_true", help="the prompt is the model's input as it stands, not a user's turn of a chat")
     add("--json", action="store_true", help="one JSON object per answer and line")
     add("--watch", action="store_true", help="show the canvas while it is denoised, one prompt after the other")
     add("--slots", type=int, metavar="N", help="prompts denoised together (by default as many as there are, up to 8)")
+    _add_model_and_knobs(parser)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tools", metavar="FILE", help="JSON file with the functions that the model may call")
+    add("--thinking", action="store_true", help="let the model think before it answers")
+    _add_model_and_knobs(parser)
+
+
+def _add_model_and_knobs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="tiny", help="directory, hub name in the local cache, or tiny (the default, bundled)")
     add("--seed", type=int, metavar="N", help="0 to 2**63 - 1; the same seed gives the same answer")
-    knobs = parser.add_argument_group("sampling (by default what the model brings along)")
-    add = knobs.add_argument
+    add = parser.add_argument_group("sampling (by default what the model brings along)").add_argument
     add("--max-new-tokens", type=int, metavar="N", help="longest answer in tokens (by default the rest of the context)")
     add("--max-denoising-steps", type=int, metavar="N", help="most steps per canvas")
     add("--entropy-bound", type=float, metavar="X", help="nats of entropy accepted per step; higher is faster")

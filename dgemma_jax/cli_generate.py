@@ -28,8 +28,7 @@ def run(args: Namespace) -> None:
     console = Console(stderr=True)
     _check_watch(args, console)
     # Choices are checked before the weights are read.
-    sampling = Sampling(**{name: value for name in KNOBS if (value := getattr(args, name)) is not None})
-    Sampling(seed=args.seed)
+    sampling = sampling_of(args)
     prompts = _prompts(args.prompts)
 
     import dgemma_jax as dg
@@ -50,6 +49,12 @@ def run(args: Namespace) -> None:
     except KeyboardInterrupt:
         answers.flush()
         raise
+
+
+def sampling_of(args: Namespace) -> Sampling:
+    """What a command line chooses; the seed is checked but left out, because it is the library's own argument."""
+    Sampling(seed=args.seed)
+    return Sampling(**{name: value for name in KNOBS if (value := getattr(args, name)) is not None})
 
 
 def _check_watch(args: Namespace, console: Console) -> None:

@@ -144,11 +144,12 @@ def test_usage_errors_are_one_line(arguments, capsys):
     assert leave.value.code == 2 and err.startswith("dgemma: error: ") and err.count("\n") == 1
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_imports_nothing_heavy(command):
     code = (
         "import sys\n"
         "from dgemma_jax.cli import main\n"
-        "try: main(['generate', '--help'])\n"
+        f"try: main([{command!r}, '--help'])\n"
         "except SystemExit as leave: assert leave.code == 0\n"
         "assert not {'jax', 'flax', 'numpy', 'rich', 'tokenizers'} & set(sys.modules)\n"
     )

@@ -20,12 +20,13 @@ from dgemma_jax.text.segments import DELIMITER
 from dgemma_jax.text.window import CLOSE, MARKERS, OPEN, Window
 
 MAX_DEPTH = 128
-_HEADER = {True: re.compile(r"[\w.:$@/\s-]*"), False: re.compile(r"[\w.:$@/-]*")}
-_HEADER_LIMIT = 200
+HEADER, BARE_HEADER = r"[\w.:$@/\-\s]{0,200}", r"[\w.$@/\-]{0,200}"  # a name and what may stand before it
+_HEADERS = {True: re.compile(HEADER), False: re.compile(BARE_HEADER)}
 _NAME = re.compile(r"[\w.$@/-][\w.:$@/-]*(?<!:)")
 _STOP_VALUE, _STOP_KEY = re.compile(r"[,{}\[\]()<]"), re.compile(r"[:=,{}\[\])<]")
 _STOP_STRING = {DELIMITER: re.compile("<"), '"': re.compile(r'["\\<]'), "'": re.compile(r"['\\<]")}
 _STRING_ENDS = {",", "}", "]", CLOSE}
+_PLAIN_PAIR = re.compile(r'([\w$.-]+):(?:<\|"\|>([^<]*)<\|"\|>|([\w.+-]+))(?=[,}])')  # one step for what is usual
 _NEXT_KEY = re.compile(r",\s*([\w.$-]+)\s*:\s*\Z")
 
 
@@ -71,8 +72,8 @@ class CallScanner(Window):
     # Each mode reads one thing and returns true, or returns false where it must see more text.
 
     def _header(self) -> bool:
-        end = _HEADER[self.explicit].match(self._text, self._pos).end()
-        if end == len(self._text) and not self._final and end - self._pos <= _HEADER_LIMIT:
+        end = _HEADERS[self.explicit].match(self._text, self._pos).end()
+        if end == len(self._text) and not self._final:
             return False
         name = self._text[self._pos : end].strip()
         if self.explicit:
@@ -85,6 +86,13 @@ class CallScanner(Window):
 
     def _key(self) -> bool:
         self._is_key = True
+        plain = self._stack[-1].closer == "}" and _PLAIN_PAIR.match(self._text, self._pos)
+        if plain:
+            key, string, bare = plain.groups()
+            self._begin_pair(key)
+            self._store(*((Bare(bare), [bare]) if string is None else (string,)))
+            self._pos = plain.end()
+            return True
         match self._next():
             case "":
                 return False

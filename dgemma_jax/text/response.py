@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dgemma_jax.text.call import CallScanner
+from dgemma_jax.text.call import BARE_HEADER, HEADER, CallScanner
 from dgemma_jax.text.schema import function_of, normalise
 from dgemma_jax.text.values import typed
 
@@ -28,8 +28,15 @@ _CALL_OPENS, _CALL_CLOSES = ("<|tool_call>", "<call>"), ("<tool_call|>", "</call
 _MARKERS = (*_ENDS, *_THOUGHT_OPENS, *_THOUGHT_CLOSES, *_CALL_OPENS, *_CALL_CLOSES)
 _MARKER = re.compile("|".join(map(re.escape, _MARKERS)))
 _LONGEST = max(map(len, _MARKERS))
-_STOP = re.compile(r"<|call:|c(?:a(?:ll?)?)?\Z")
-_JOINED = re.compile(r"[\w`\"'/-]")  # before a bare `call:`, these make it part of something else
+# Where text may stop being text: at a marker, at the opener of a call (if what follows can be its header), at the
+# beginning of one of these that the window cuts short. A bare `call:` must not be part of a word or of a quotation.
+_STOP = re.compile(
+    rf"<(?:(?P<marker>{'|'.join(re.escape(marker[1:]) for marker in _MARKERS if marker not in _CALL_OPENS)})"
+    rf"|(?P<opener>{'|'.join(re.escape(marker[1:]) for marker in _CALL_OPENS)})(?={HEADER}(?:[({{]|\Z))"
+    rf"|[|/a-z_]{{0,{_LONGEST - 2}}}\Z)"
+    rf"|c(?<![\w`\"'/-]c)(?:(?P<bare>all:)(?![({{])(?={BARE_HEADER}(?:[({{]|\Z))|(?:a(?:ll?)?)?\Z)"
+)
+_JSON = json.JSONEncoder(ensure_ascii=False).encode
 _SURPLUS = re.compile(r"[\s)}\]]{0,16}")
 _LABEL = "thought\n"
 _CUT_LABELS = ("thought<channel|>", "thought</think>", "thought<turn|>", "thought<eos>")
@@ -112,7 +119,6 @@ class ResponseStream:
         functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
         self._schemas = {f["name"]: normalise(f.get("parameters") or {})[0] for f in functions}
         self._text, self._pos, self._offset = "", 0, 0  # the window, the place in it, the window's place in the stream
-        self._previous = ""  # the character before the window
         self._final = self._finished = False
         self._thinking = self._run_thinks = in_thought
         self._mode = self._label if in_thought else self._start
@@ -131,10 +137,9 @@ class ResponseStream:
         """The events that `delta` makes certain. ValueError after `finish`."""
         if self._finished:
             raise ValueError("ResponseStream.feed: the stream is finished; use a new one for the next response")
-        if self._pos:
-            self._previous = self._text[self._pos - 1]
-        self._offset += self._pos
-        self._text, self._pos = self._text[self._pos :] + delta, 0
+        keep = max(self._pos - 1, 0)  # one character more, for what may stand before a bare `call:`
+        self._text = self._text[keep:] + delta
+        self._pos, self._offset = self._pos - keep, self._offset + keep
         return self._read()
 
     def finish(self) -> list[Event]:
@@ -203,39 +208,21 @@ class ResponseStream:
         end = found.start() if found else len(self._text)
         self._words(self._text[self._pos : end])
         self._pos = end
-        if not found:
+        if not found or not (found.lastgroup or self._final):
             return False
-        if found[0] == "<":
-            return self._angle()
-        if _JOINED.match(self._text[end - 1] if end else self._previous):
-            self._words(found[0])
-        elif found[0] == "call:":
-            self._begin_call(found)
-            return True
-        elif self._final:
-            self._words(found[0])
+        self._pos = found.end()
+        if found.lastgroup == "marker":
+            self._meet(found[0])
+        elif found.lastgroup:
+            self._scanner = CallScanner(found[0], self._dead, self._offset + self._pos)
+            self._mode = self._call
         else:
-            return False
-        self._pos = found.end()
+            self._words(found[0])
         return True
 
-    def _angle(self) -> bool:
-        found = _MARKER.match(self._text, self._pos)
-        if found:
-            self._meet(found)
-            return True
-        if self._cut(self._pos):
-            return False
-        self._words("<")
-        self._pos += 1
-        return True
-
-    def _meet(self, found: re.Match) -> None:
-        marker, behind_call = found[0], self._fresh and self._edge == "call"
-        self._pos = found.end()
-        if marker in _CALL_OPENS:
-            self._begin_call(found)
-        elif marker in _THOUGHT_OPENS:
+    def _meet(self, marker: str) -> None:
+        behind_call = self._fresh and self._edge == "call"
+        if marker in _THOUGHT_OPENS:
             if not self._thinking:
                 self._leave_text()
                 self._thinking, self._fresh = True, True
@@ -332,15 +319,10 @@ class ResponseStream:
             self._break = "\n"
         self._thinking, self._fresh, self._edge = False, True, "thought"
 
-    def _begin_call(self, opener: re.Match) -> None:
-        self._pos = opener.end()
-        self._scanner = CallScanner(opener[0], self._dead, self._offset + self._pos)
-        self._mode = self._call
-
     def _announce(self, scanner: CallScanner) -> None:
         index, name = len(self._calls), scanner.name
         arguments = typed(scanner.arguments, self._schemas.get(name, {}))
-        text = json.dumps(arguments, ensure_ascii=False)
+        text = _JSON(arguments)
         digest = hashlib.blake2s(f"{index} {name} {text}".encode(errors="replace"), digest_size=8).hexdigest()
         self._calls.append(ToolCall(f"call_{digest}", name, arguments))
         self._end_run()

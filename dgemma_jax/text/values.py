@@ -40,8 +40,10 @@ def _types(schema: dict) -> set[str]:
 
 
 def _bare(text: str, schema: dict):
-    types = _types(schema)
     value = _json(text)
+    if not schema:
+        return value
+    types = _types(schema)
     if "number" in types or "integer" in types:
         value = _number(text, value)
     kind = _kind(value)

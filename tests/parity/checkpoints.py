@@ -5,7 +5,7 @@ scalars differ from 1 and from each other, routers spread their probability, vis
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,11 @@ KINDS = {"S": "sliding_attention", "F": "full_attention"}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one random model; ``layers`` spells the pattern, S for sliding and F for full attention."""
+    """The sizes of one random model.
+
+    layers spells the pattern, S for sliding and F for full attention. branch scales what a layer adds to the residual
+    stream: a small factor lets a canvas converge.
+    """
 
     name: str
     vocab: int
@@ -37,6 +41,7 @@ class Shape:
     softcap: float = 30.0
     eps: float = 1e-6
     embedding_std: float = 0.4
+    branch: float = 1.0
     vision: bool = False
     seed: int = 0
 
@@ -52,6 +57,9 @@ WIDE = Shape(
     full_kv_heads=3, full_head=32, window=12, canvas=32, layers="SFF", rotary=0.5, softcap=20.0, eps=1e-5,
     vision=True, seed=23,
 )  # fmt: skip
+# Canvases converge within some steps, and not all rows at once: for tests of stopping.
+CALM = replace(NARROW, name="calm", branch=0.5, embedding_std=0.6, seed=31)
+CALM_WIDE = replace(WIDE, name="calm_wide", branch=0.3, embedding_std=0.6, vision=False, seed=37)
 
 VISION = {
     "model_type": "gemma4_vision", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -191,6 +199,8 @@ def draw(name: str, size: tuple[int, ...], shape: Shape, rng: np.random.Generato
         values = rng.uniform(0.55, 1.25, size)
     elif name.endswith("std_bias"):
         values = rng.normal(0, 0.8, size)
+    elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+        values = shape.branch * rng.uniform(0.4, 1.7, size)
     elif len(size) == 1:
         values = rng.uniform(0.4, 1.7, size)
     elif name.endswith("embed_tokens.weight"):

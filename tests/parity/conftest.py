@@ -1,39 +1,48 @@
 """Random models and the reference's answers, made once per session."""
 
+from functools import cache
+
 import pytest
 
 from . import checkpoints
+from .ours import Ours
 
 try:
     from .pairs import Pair
 except ImportError:  # no torch: the tests marked parity are skipped, the others need no oracle
     Pair = None
 
-SHAPES = {shape.name: shape for shape in (checkpoints.NARROW, checkpoints.WIDE)}
+FORWARD = (checkpoints.NARROW, checkpoints.WIDE)
+SHAPES = {shape.name: shape for shape in (*FORWARD, checkpoints.CALM, checkpoints.CALM_WIDE)}
 
 
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory):
-    """Where the checkpoints of this session lie."""
-    return tmp_path_factory.mktemp("checkpoints")
+def loaded(tmp_path_factory):
+    """name -> (directory, Ours) of a random checkpoint, each made when it is first asked for."""
+    root = tmp_path_factory.mktemp("checkpoints")
 
-
-@pytest.fixture(scope="session")
-def pair_of(directory):
-    """name -> Pair, each made when it is first asked for."""
-    made = {}
-
+    @cache
     def get(name: str):
-        if Pair is None:
-            pytest.skip("torch and transformers are not installed")
-        if name not in made:
-            made[name] = Pair.make(SHAPES[name], directory)
-        return made[name]
+        directory = checkpoints.write(root / name, SHAPES[name])
+        return directory, Ours.load(directory)
 
     return get
 
 
-@pytest.fixture(params=sorted(SHAPES))
+@pytest.fixture(scope="session")
+def pair_of(loaded):
+    """name -> Pair, each made when it is first asked for."""
+
+    @cache
+    def get(name: str):
+        if Pair is None:
+            pytest.skip("torch and transformers are not installed")
+        return Pair.make(SHAPES[name], *loaded(name))
+
+    return get
+
+
+@pytest.fixture(params=[shape.name for shape in FORWARD])
 def pair(request, pair_of):
     """Both implementations of one random model, with the reference's answers."""
     return pair_of(request.param)

@@ -58,7 +58,9 @@ class Ours:
     @classmethod
     def load(cls, directory: Path) -> "Ours":
         model = dg.load(directory)
-        return cls(model.graph, model.params, model.config)
+        ours = cls(model.graph, model.params, model.config)
+        ours.model = model
+        return ours
 
     def empty(self, batch: int, capacity: int = CAPACITY):
         return dg.init_cache(self.config, batch, capacity)

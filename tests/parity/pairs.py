@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from . import checkpoints
 from .checkpoints import Shape
 from .oracle import Oracle, left_pad
 from .ours import Ours
@@ -40,12 +39,11 @@ class Pair:
     saved: Path
 
     @classmethod
-    def make(cls, shape: Shape, root: Path) -> "Pair":
-        """NARROW is read as written, in the spelling of the release; WIDE as transformers saves it."""
-        written = checkpoints.write(root / shape.name, shape)
+    def make(cls, shape: Shape, written: Path, ours: Ours) -> "Pair":
+        """``ours`` reads the spelling of the release; with a vision tower, what transformers saves is read instead."""
         oracle = Oracle(written)
-        saved = oracle.save(root / f"{shape.name}_saved")
-        return cls(shape, oracle, Ours.load(saved if shape.vision else written), written, saved)
+        saved = oracle.save(written.with_name(f"{shape.name}_saved"))
+        return cls(shape, oracle, Ours.load(saved) if shape.vision else ours, written, saved)
 
     @cached_property
     def prompts(self) -> list[list[int]]:

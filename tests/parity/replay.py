@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSampler,
     EntropyBoundSamplerConfig,
@@ -73,11 +74,11 @@ class Draws:
 def step_margins(draws: Draws, logits: np.ndarray, accepted: np.ndarray, options: dict, active: np.ndarray) -> None:
     """Record how close the decisions of one step were, from the tempered logits [B, C, V] in float64."""
     top = np.partition(logits, -2, -1)[..., -2:]
-    draws.note("argmax", (top[..., 1] - top[..., 0]) / np.abs(logits).max(), active)
+    scale = np.abs(logits[np.isfinite(logits)]).max()
+    draws.note("argmax", (top[..., 1] - top[..., 0]) / scale, active)
     shifted = logits - logits.max(-1, keepdims=True)
-    probabilities = np.exp(shifted) / np.exp(shifted).sum(-1, keepdims=True)
     logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    entropy = -(probabilities * logs).sum(-1)
+    entropy = -(np.exp(logs) * np.where(np.isfinite(logs), logs, 0)).sum(-1)
     order = np.sort(entropy, -1)
     border = np.abs(np.cumsum(order, -1) - order - options["sampler_config"].entropy_bound)[:, 1:]
     draws.note("acceptance", border, active)
@@ -125,9 +126,20 @@ def generate(oracle: Oracle, prompts: list[list[int]], seeds: list[int], *, entr
     with (
         mock.patch.object(torch, "randint", draws.randint),
         mock.patch.object(torch, "multinomial", draws.multinomial),
+        mock.patch.object(torch.compiler, "cudagraph_mark_step_begin", lambda: None),  # would import torch's compiler
         mock.patch.object(EntropyBoundSampler, "accept_canvas", accept),
         mock.patch.object(type(model), "_denoising_step", step),
         mock.patch.object(model, "_finalize_canvas", finish),
     ):
         out = model.generate(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), **options)
     return Replay(out.sequences[:, ids.shape[1] :].numpy(), out.tokens_per_forward.numpy(), steps, draws.margin)
+
+
+def processors(function):
+    """A logits processor list of one function (input_ids, scores, cur_step) -> scores."""
+
+    class Processor(LogitsProcessor):
+        def __call__(self, input_ids, scores, cur_step):
+            return function(input_ids, scores, cur_step)
+
+    return LogitsProcessorList([Processor()])

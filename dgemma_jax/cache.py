@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from dgemma_jax.config import Config
-from dgemma_jax.shapes import Keys, Lengths
+from dgemma_jax.shapes import Array, Keys, Lengths
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +20,8 @@ class KVCache:
     not yet written has no influence.
     """
 
-    k: tuple[Float[Array, "B S K H"], ...]
-    v: tuple[Float[Array, "B S K H"], ...]
+    k: tuple[Float[Array, "B _ _ _"], ...]
+    v: tuple[Float[Array, "B _ _ _"], ...]
     lengths: Lengths
 
     @property

@@ -6,7 +6,7 @@ Every function can be jitted with graph closed over. params is the plain nested 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
 from dgemma_jax.cache import KVCache
 from dgemma_jax.config import Config
@@ -14,7 +14,7 @@ from dgemma_jax.diffusion.random import proposal_uniforms
 from dgemma_jax.kernels.vocab_head import HeadStats, vocab_head
 from dgemma_jax.kernels.vocab_head import reference as head_reference
 from dgemma_jax.model.transformer import merge
-from dgemma_jax.shapes import Canvas, CanvasHidden, Hidden, Lengths, Logits, PerRow, RowKeys, Tokens
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Hidden, Lengths, Logits, PerRow, RowKeys, Tokens
 
 
 def encode(

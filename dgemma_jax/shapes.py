@@ -8,9 +8,11 @@ L  layers                           D  model width                W  sliding win
 P  image patches                    F  dense MLP width            M  vision width
 """
 
-from jax import Array
+import jax
+import numpy as np
 from jaxtyping import Bool, Float, Float32, Int32, Key
 
+Array = jax.Array | np.ndarray
 Tokens = Int32[Array, "B T"]
 Canvas = Int32[Array, "B C"]
 Lengths = Int32[Array, " B"]

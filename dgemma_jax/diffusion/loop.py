@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Bool, Int32
 
 from dgemma_jax.cache import KVCache
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.step import CanvasState, step
-from dgemma_jax.shapes import Lengths, RowKeys
+from dgemma_jax.shapes import Array, Lengths, RowKeys
 
 
 @jax.tree_util.register_dataclass

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from dgemma_jax.diffusion.random import renoise_ids
 from dgemma_jax.sampling import Sampling
-from dgemma_jax.shapes import Canvas, Lengths, PerRow, RowKeys, RowMask
+from dgemma_jax.shapes import Array, Canvas, Lengths, PerRow, RowKeys, RowMask
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +42,7 @@ class Knobs:
         return cls(*(np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)))
 
 
-def _row(s: Sampling) -> tuple[float, ...]:
+def _row(s: Sampling) -> tuple[int | float, ...]:
     tempered = s.t_min is not None and s.t_max is not None
     stops = s.stability_threshold is not None and s.confidence_threshold is not None
     return (

@@ -13,10 +13,10 @@ or environment variable changes numbers. A row's draws never depend on its place
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Key
+from jaxtyping import Float32, Int32, Key
 
 from dgemma_jax.kernels.vocab_head import TILE
-from dgemma_jax.shapes import Canvas, RowKeys
+from dgemma_jax.shapes import Array, Canvas, RowKeys
 
 
 def key_from_seed(seed: int) -> Key[Array, ""]:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Bool, Int32
 
 from dgemma_jax.cache import KVCache
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import start_canvas, step_keys
 from dgemma_jax.functional import denoise
-from dgemma_jax.shapes import Canvas, CanvasHidden, Lengths, RowKeys, RowMask
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, RowKeys, RowMask
 
 
 @jax.tree_util.register_dataclass

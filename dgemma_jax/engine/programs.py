@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Bool, Int32
 
 from dgemma_jax.cache import KVCache, grow
 from dgemma_jax.config import Config
@@ -14,7 +14,7 @@ from dgemma_jax.diffusion.loop import denoise_canvases
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.step import CanvasState, start
 from dgemma_jax.functional import encode
-from dgemma_jax.shapes import Canvas, Lengths, RowKeys, RowMask, Tokens
+from dgemma_jax.shapes import Array, Canvas, Lengths, RowKeys, RowMask, Tokens
 
 
 class Programs:

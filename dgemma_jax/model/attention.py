@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float32
+from jaxtyping import Float32
 
 from dgemma_jax.config import Config, LayerConfig
 from dgemma_jax.kernels.mixed_attention import mixed_attention
 from dgemma_jax.model.layers import RMSNorm, rms_norm, rotate, weight
-from dgemma_jax.shapes import CachedKeys, Hidden, Keys, Lengths, RowMask
+from dgemma_jax.shapes import Array, CachedKeys, Hidden, Keys, Lengths, RowMask
 
 
 class Attention(nnx.Module):

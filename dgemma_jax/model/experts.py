@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32
 
 from dgemma_jax.config import Config
 from dgemma_jax.kernels.grouped_matmul import experts
 from dgemma_jax.model.layers import rms_norm, weight
+from dgemma_jax.shapes import Array
 
 
 class Router(nnx.Module):

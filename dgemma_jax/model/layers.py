@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32
 
 from dgemma_jax.config import Rope
-from dgemma_jax.shapes import Hidden, Tokens
+from dgemma_jax.shapes import Array, Hidden, Tokens
 
 
 def weight(*shape: int, dtype: str) -> nnx.Param:

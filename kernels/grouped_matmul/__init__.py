@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32
 
 from dgemma_jax.kernels.grouped_matmul import reference
+from dgemma_jax.shapes import Array
 
 IMPLEMENTATIONS = {"reference": reference.experts}
 

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32
+
+from dgemma_jax.shapes import Array
 
 
 def experts(

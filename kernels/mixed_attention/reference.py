@@ -1,9 +1,9 @@
 """Mixed-causal attention, written down: the definition every other implementation is tested against."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Bool, Int32
 
-from dgemma_jax.shapes import CachedKeys, Keys, Lengths, Queries, RowMask
+from dgemma_jax.shapes import Array, CachedKeys, Keys, Lengths, Queries, RowMask
 
 
 def slot_positions(length: Lengths, slots: int) -> Int32[Array, "B S"]:

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Bool, Float32
 
 from dgemma_jax.kernels.vocab_head import reference
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import CanvasHidden, PerRow, Table
+from dgemma_jax.shapes import Array, CanvasHidden, PerRow, Table
 
 __all__ = ["TILE", "HeadStats", "vocab_head"]
 

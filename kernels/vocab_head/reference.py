@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import Canvas, CanvasHidden, Logits, PerRow, Table
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Logits, PerRow, Table
 
 
 def capped_logits(hidden: CanvasHidden, table: Table, softcap: float) -> Logits:

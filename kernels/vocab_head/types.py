@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import jax
-from jaxtyping import Array, Float32
+from jaxtyping import Float32
 
-from dgemma_jax.shapes import Canvas, CanvasHidden
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden
 
 TILE = 2048  # ids per tile of the proposal's random stream: part of the contract, see dgemma_jax.diffusion.random
 

@@ -1,0 +1,222 @@
+"""`Model.chat`, the tool loop and `dgemma chat`, on a model whose words are scripted."""
+
+import io
+import json
+from typing import Literal
+
+import pytest
+
+import dgemma_jax as dg
+from dgemma_jax import cli
+from dgemma_jax.text import Tokenizer, encode_chat
+from dgemma_jax.tools import declaration, misfit
+from dgemma_jax.train import tokenizer as vocabulary
+from tests.random_models import SMALL, random_model
+
+CALL = "<|tool_call>call:add{a:2,b:3}<tool_call|>"
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+USER = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def completion(raw_text, finish_reason="stop"):
+    stop_id = 106 if finish_reason == "stop" else None
+    return dg.Completion(raw_text, raw_text, [5] * 7, finish_reason, stop_id, [4, 2], 7 / 6, None, 1)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """script(*answers) -> a Model that says them in turn and records the prompts it was given."""
+
+    def script(*answers):
+        model = random_model(SMALL, tokenizer=Tokenizer(vocabulary.build()))
+        model.prompts, waiting = [], list(answers)
+
+        def generate(prompts, sampling=None, seed=None, policy=None):
+            model.prompts += prompts
+            answer = waiting.pop(0)
+            return [completion(answer) if isinstance(answer, str) else answer]
+
+        monkeypatch.setattr(model, "generate", generate)
+        return model
+
+    return script
+
+
+def test_a_turn_is_taken_apart(scripted):
+    model = scripted(f"<|channel>thought\nadd them<channel|>Let me see.{CALL}")
+    answer = model.chat(USER, tools=[ADD], thinking=True)
+    assert (answer.reasoning, answer.content, answer.finish_reason) == ("add them", "Let me see.", "tool_calls")
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", {"a": 2, "b": 3})]
+    prompt = encode_chat(USER, model.tokenizer, [ADD], True)
+    assert model.prompts == [prompt]
+    assert answer.usage == dg.Usage(len(prompt), completion_tokens=8, canvases=2, denoising_steps=6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (completion("Fine."), "stop"),
+        (completion("Fine", "length"), "length"),
+        (completion(CALL, "length"), "length"),
+        (completion("<|channel>thought\nand so on", "length"), "length"),
+    ],
+)
+def test_the_finish_reason_says_why_it_ended(scripted, answer, reason):
+    assert scripted(answer).chat(USER).finish_reason == reason
+
+
+def test_a_turn_goes_back_into_the_conversation(scripted):
+    model = scripted(CALL, "It is 5.")
+    first = model.chat(USER, tools=[ADD])
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": {"value": 5}}
+    model.chat([*USER, first.as_message(), result], tools=[ADD])
+    text = model.tokenizer.decode(model.prompts[1])
+    assert text.endswith(CALL + "<|tool_response>response:add{value:5}<tool_response|>")
+
+
+def test_a_model_without_tokenizer_cannot_chat():
+    with pytest.raises(ValueError, match="tokenizer"):
+        random_model().chat(USER)
+
+
+def test_functions_are_called_until_there_is_an_answer(scripted):
+    model = scripted(CALL, "It is 5.")
+    answer = dg.run_tools(model, USER, {"add": add})
+    assert (answer.content, answer.finish_reason) == ("It is 5.", "stop")
+    assert [message["role"] for message in answer.messages] == ["user", "assistant", "tool", "assistant"]
+    assert answer.messages[2]["content"] == {"value": 5}
+    assert "declaration:add" in model.tokenizer.decode(model.prompts[0])
+
+
+def raising(a: int, b: int) -> int:
+    raise RuntimeError("out of order")
+
+
+@pytest.mark.parametrize(
+    ("call", "function", "error"),
+    [
+        (CALL.replace("add", "divide"), add, "there is no function divide; choose from add"),
+        (CALL.replace("b:3", 'b:<|"|>x<|"|>'), add, "arguments.b is 'x'; expected type integer"),
+        (CALL.replace(",b:3", ""), add, "arguments lacks b"),
+        (CALL.replace("b:3", "b:3,c:1"), add, "arguments has no c; expected a, b"),
+        (CALL, raising, "RuntimeError: out of order"),
+        (CALL, lambda a, b: object(), "TypeError: Object of type object is not JSON serializable"),
+    ],
+)
+def test_errors_go_back_to_the_model(scripted, call, function, error):
+    answer = dg.run_tools(scripted(call, "Sorry."), USER, {"add": function}, tools=[ADD])
+    assert answer.messages[2]["content"] == {"error": error}
+    assert answer.content == "Sorry."
+
+
+def test_the_loop_is_bounded(scripted):
+    calls = []
+    answer = dg.run_tools(scripted(*[CALL] * 3), USER, {"add": lambda a, b: calls.append(a)}, tools=[ADD], max_rounds=3)
+    assert (answer.finish_reason, len(calls)) == ("tool_calls", 2)
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "message"),
+    [
+        ({"add": add}, {"max_rounds": 0}, "max_rounds is 0"),
+        ({"add": add, "sub": add}, {"tools": [ADD]}, "differ in sub"),
+        ({"f": lambda x: x}, {}, "parameter x of f has no type hint"),
+        ({"f": lambda *x: x}, {}, "cannot be passed by name"),
+    ],
+)
+def test_functions_without_a_declaration_are_refused(scripted, functions, options, message):
+    with pytest.raises(ValueError, match=message):
+        dg.run_tools(scripted(), USER, functions, **options)
+
+
+def test_a_signature_becomes_a_declaration():
+    def search(query: str, limit: int | None = None, tags: list[str] = (), kind: Literal["a", "b"] = "a") -> dict:
+        """Search the
+        library.
+
+        More words."""
+
+    parameters = declaration("search", search)["function"]["parameters"]
+    assert parameters["required"] == ["query"]
+    assert parameters["properties"] == {
+        "query": {"type": "string"},
+        "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "kind": {"enum": ["a", "b"]},
+    }
+    assert declaration("search", search)["function"]["description"] == "Search the library."
+    with pytest.raises(ValueError, match="parameter x of f has the type <class 'bytes'>"):
+        declaration("f", bytes_function)
+
+
+def bytes_function(x: bytes) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "fits"),
+    [
+        (None, {"type": "string", "nullable": True}, True),
+        (None, {"type": "string"}, False),
+        (True, {"type": "integer"}, False),
+        (2.0, {"type": "integer"}, True),
+        (2.5, {"type": ["integer", "string"]}, False),
+        (["a", 1], {"type": "array", "items": {"type": "string"}}, False),
+        ({"x": {"y": 1}}, {"properties": {"x": {"type": "object", "required": ["z"]}}}, False),
+        ({"x": 1}, {"type": "object", "additionalProperties": {"type": "string"}}, False),
+        (3, {"anyOf": [{"type": "string"}, {"type": "array"}]}, False),
+        ("b", {"enum": ["a", "b"]}, True),
+    ],
+)
+def test_arguments_are_checked_against_the_schema(value, schema, fits):
+    assert (misfit(value, schema) is None) == fits
+
+
+def talk(monkeypatch, capsys, model, lines, *arguments):
+    monkeypatch.setattr(dg, "load", lambda name: model)
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    code = cli.main(["chat", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_terminal_chat_over_a_pipe(scripted, monkeypatch, capsys, tmp_path):
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([ADD]))
+    model = scripted("Hello.", CALL, "It is 5.", "<|channel>thought\nhm<channel|>Yes.")
+    lines = f'Hi\n\n/tools {tools}\nWhat is 2 + 3?\n{{"sum": 5}}\n/reset\n/think on\nOnce more\n'
+    code, out, _ = talk(monkeypatch, capsys, model, lines)
+    assert code == 0
+    assert out == 'Hello.\n{"name": "add", "arguments": {"a": 2, "b": 3}}\nIt is 5.\nhm\nYes.\n'
+    prompts = [model.tokenizer.decode(prompt) for prompt in model.prompts]
+    assert "Hello." in prompts[1]
+    assert "response:add{sum:5}" in prompts[2]
+    assert "Hello." not in prompts[3]
+    assert "<|think|>" in prompts[3]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [("/think maybe\n", "/think maybe is no command"), ("/tools nowhere.json\n", "nowhere.json")],
+)
+def test_bad_commands_over_a_pipe_end_it_with_one_line(scripted, monkeypatch, capsys, lines, message):
+    code, _, err = talk(monkeypatch, capsys, scripted(), lines)
+    assert code == 2
+    assert message in err
+    assert err.startswith("dgemma: error: ")
+    assert err.count("\n") == 1

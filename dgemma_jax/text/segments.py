@@ -22,9 +22,10 @@ class Segments:
         self.parts: list[tuple[str, bool]] = []
 
     def text(self, string: str) -> "Segments":
-        if self.parts and not self.parts[-1][1]:
+        if string and self.parts and not self.parts[-1][1]:
             string = self.parts.pop()[0] + string
-        self.parts.append((string, False))
+        if string:
+            self.parts.append((string, False))
         return self
 
     def control(self, token: str) -> "Segments":

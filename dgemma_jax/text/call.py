@@ -7,9 +7,9 @@
              | "any text" | 'any text'   the same, with backslash escapes
 
 A pushdown scanner: every character is read once, except where a slip of the model is repaired, and then once more.
-Repairs: an inner bracket left open is closed with the outer one; a string whose closing delimiter is missing ends at
-the next `,key:` or at the end of the call; one whose opening delimiter is missing begins with its bare text; a comma
-that no key follows belongs to the bare value before it.
+Repairs: an inner bracket left open is closed with the outer one; a string without its closing delimiter ends at the
+next `,key:` (in a list, the next comma) that a delimiter follows, or at the end of the call; one without its opening
+delimiter begins with its bare text; a comma that no key follows belongs to the bare value before it.
 """
 
 import json
@@ -27,7 +27,7 @@ _STOP_VALUE, _STOP_KEY = re.compile(r"[,{}\[\]()<]"), re.compile(r"[:=,{}\[\])<]
 _STOP_STRING = {DELIMITER: re.compile("<"), '"': re.compile(r'["\\<]'), "'": re.compile(r"['\\<]")}
 _STRING_ENDS = {",", "}", "]", CLOSE}
 _PLAIN_PAIR = re.compile(r'([\w$.-]+):(?:<\|"\|>([^<]*)<\|"\|>|([\w.+-]+))(?=[,}])')  # one step for what is usual
-_NEXT_KEY = re.compile(r",\s*([\w.$-]+)\s*:\s*\Z")
+_NEXT_KEY, _NEXT_ITEM = re.compile(r",\s*([\w.$-]+)\s*:\s*\Z"), re.compile(r",\s*\Z")
 
 
 class Bare(str):
@@ -251,7 +251,7 @@ class CallScanner(Window):
             self._end_string()
         elif self._cut:
             self._end_at_cut()
-        elif not self._end_before_key():
+        elif not self._end_before_next():
             self._pieces += [self._ended_by, *self._gap]
             self._mode = self._string
         self._gap = []
@@ -267,19 +267,20 @@ class CallScanner(Window):
         else:
             self._store(text)
 
-    def _end_before_key(self) -> bool:
-        """A delimiter right behind `,key:` opens that key's string: the one before lacks its closing delimiter."""
-        top = self._stack[-1]
-        if self._is_key or self._quote != DELIMITER or not isinstance(top.value, dict):
+    def _end_before_next(self) -> bool:
+        """A delimiter right behind `,key:`, in a list behind `,`, opens the next string: this one was not closed."""
+        in_object = isinstance(self._stack[-1].value, dict)
+        if self._is_key or self._quote != DELIMITER:
             return False
         tail = "".join(piece[-80:] for piece in self._pieces[-80:])[-80:]
-        found = _NEXT_KEY.search(tail)
+        found = (_NEXT_KEY if in_object else _NEXT_ITEM).search(tail)
         if not found:
             return False
         text = "".join(self._pieces)
         self._store(text[: len(text) - len(tail) + found.start()])
-        self._begin_pair(found[1])
-        self._pieces, self._is_key, self._mode = self._gap, False, self._string
+        if in_object:
+            self._begin_pair(found[1])
+        self._pieces, self._mode = self._gap, self._string
         return True
 
     def _end_at_cut(self) -> None:

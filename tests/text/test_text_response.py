@@ -101,6 +101,7 @@ def test_thoughts_and_ends(text, in_thought, reasoning, content, feeding):
         # delimiters missing
         (f"{{city:{D}Paris}}", {"city": "Paris"}),
         (f"{{city:{D}Paris,unit:{D}c{D}}}", {"city": "Paris", "unit": "c"}),
+        (f"{{a:[{D}x,{D}y{D}, {D}z]}}", {"a": ["x", "y", "z"]}),
         (f"{{city:Paris{D},unit:{D}c{D}}}", {"city": "Paris", "unit": "c"}),
         (f"{{city:Paris, France{D},n:1}}", {"city": "Paris, France", "n": 1}),
         ("{label:hello, world,n:1}", {"label": "hello, world", "n": 1}),

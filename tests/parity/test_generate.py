@@ -1,7 +1,8 @@
 """Whole generations, token for token: transformers' ``generate()`` fed with our random stream against ``dg.generate``.
 
-Early stopping, acceptance and proposals depend on comparisons that rounding could turn. The seeds are chosen so that
-none of them is close, and the tests check that.
+Early stopping, acceptance and proposals depend on comparisons that rounding could turn. The models are such that an
+error does not grow from step to step (logits stay within 1e-6 of each other), and the seeds such that no comparison is
+close; the tests check the latter.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ DEFAULTS = {"t_min": 0.4, "t_max": 0.8, "stability_threshold": 1, "confidence_th
 
 @dataclass(frozen=True)
 class Case:
-    """One call. expect: what the run must show, else it tests nothing: "freeze" (rows stop at different steps)."""
+    """One call. freezes: rows must stop early, and at different steps, else the case tests nothing."""
 
     name: str
     model: str = "calm"
@@ -39,18 +40,18 @@ class Case:
         return DEFAULTS | {"max_denoising_steps": self.steps} | self.options
 
 
-FREE = Case("stability_1", seed=8)
+FREE = Case("stability_1", seed=2)
 CASES = [
     Case("one_row_one_canvas", rows=1, canvases=1, seed=1),
-    Case("one_row", rows=1, seed=1),
-    Case("stability_0", seed=3, options={"stability_threshold": 0}),
+    Case("one_row", rows=1, seed=2),
+    Case("stability_0", seed=2, options={"stability_threshold": 0}),
     FREE,
-    Case("stability_2", steps=24, seed=3, options={"stability_threshold": 2}),
-    Case("release_settings", seed=1, options={"entropy_bound": 0.1, "confidence_threshold": 0.005}, freezes=False),
+    Case("stability_2", steps=24, seed=5, options={"stability_threshold": 2}),
+    Case("release_settings", seed=2, options={"entropy_bound": 0.1, "confidence_threshold": 0.005}, freezes=False),
     Case("no_early_stop", canvases=1, steps=8, seed=1, options={"stability_threshold": None}, freezes=False),
     Case("no_temperature", canvases=1, steps=8, seed=1, options={"t_min": None, "t_max": None}, freezes=False),
-    Case("wide_one_canvas", model="calm_wide", canvases=1, seed=1),
-    Case("wide_three_canvases", model="calm_wide", rows=2, seed=1),
+    Case("wide_one_canvas", model="calm_wide", rows=2, canvases=1, seed=3),
+    Case("wide_three_canvases", model="calm_wide", rows=2, seed=3),
 ]
 
 
@@ -80,64 +81,71 @@ def reference(pair, case: Case, **changes) -> replay.Replay:
     return result
 
 
+@pytest.fixture(scope="module")
+def free(pair_of):
+    """The reference's run of FREE, which several tests compare parts of."""
+    return reference(pair_of(FREE.model), FREE)
+
+
 def steps_of(expected: replay.Replay, row: int) -> list[int]:
     return [int(steps[row]) for steps in expected.steps if steps[row]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_same_tokens(pair_of, case):
+def test_same_tokens(pair_of, free, case):
     pair = pair_of(case.model)
-    expected = reference(pair, case)
+    expected = free if case is FREE else reference(pair, case)
     if case.freezes:
         stopped = {step for steps in expected.steps for step in steps if step < case.steps}
         assert stopped, "no row stopped early"
         assert case.rows == 1 or len(stopped) > 1, "all rows stopped at the same step"
     for row, completion in enumerate(ours(pair, case)):
-        assert completion.tokens == tuple(expected.tokens[row]) or completion.tokens == expected.tokens[row].tolist()
+        assert list(completion.tokens) == expected.tokens[row].tolist()
         assert list(completion.steps) == steps_of(expected, row)
         assert completion.finish_reason == "length"
         assert completion.stop_id is None
         assert completion.seed == seeds(case)[row]
         passes = np.sum(expected.tokens[row] != 0) / expected.tokens_per_forward[row]
         assert sum(completion.steps) == pytest.approx(passes)
+        assert completion.tokens_per_step == pytest.approx(expected.tokens.shape[1] / passes)
 
 
-def test_rows_hit_stop_ids_in_different_canvases(pair_of):
+def test_rows_hit_stop_ids_in_different_canvases(pair_of, free):
     """Row 0 in its first canvas, row 1 in its second, row 2 not at all."""
-    pair, case = pair_of("calm"), Case("stop")
-    free = reference(pair, case)
-    canvas = pair.shape.canvas
-    first, second = free.tokens[0, 5], free.tokens[1, canvas + 3]
-    stops = [int(first), int(second)]
+    pair, canvas = pair_of(FREE.model), checkpoints.CALM.canvas
+    stops = stop_ids(free.tokens, canvas)
     hits = [np.flatnonzero(np.isin(row, stops)) for row in free.tokens]
-    assert hits[0][0] // canvas == 0 and hits[1][0] // canvas == 1 and hits[2].size == 0
-
-    expected = reference(pair, case, eos_token_id=stops, pad_token_id=0)
-    for row, completion in enumerate(ours(pair, case, stop_token_ids=stops)):
-        end = hits[row][0] if hits[row].size else 3 * canvas
-        assert list(completion.tokens) == free.tokens[row, :end].tolist() == expected.tokens[row, :end].tolist()
+    expected = reference(pair, FREE, eos_token_id=stops, pad_token_id=0)
+    assert [int(hit[0]) // canvas if hit.size else None for hit in hits] == [0, 1, None]
+    for row, completion in enumerate(ours(pair, FREE, stop_token_ids=stops)):
+        end = int(hits[row][0]) if hits[row].size else 3 * canvas
+        assert list(completion.tokens) == expected.tokens[row, :end].tolist()
         assert list(completion.steps) == steps_of(expected, row)
         assert completion.finish_reason == ("stop" if hits[row].size else "length")
-        assert completion.stop_id == (free.tokens[row, end] if hits[row].size else None)
+        assert completion.stop_id == (expected.tokens[row, end] if hits[row].size else None)
         assert completion.tokens_per_step == pytest.approx(end / sum(completion.steps))
 
 
-def test_output_is_cut_exactly(pair_of):
-    """transformers returns whole canvases; ours ends where it was told to."""
-    pair, case = pair_of("calm"), Case("cut", canvases=2)
-    length = pair.shape.canvas + 4
-    expected = reference(pair, case, max_new_tokens=length)
-    assert expected.tokens.shape[1] == 2 * pair.shape.canvas
-    for row, completion in enumerate(ours(pair, case, max_new_tokens=length)):
-        assert list(completion.tokens) == expected.tokens[row, :length].tolist()
-        assert list(completion.steps) == steps_of(expected, row)
+def stop_ids(tokens: np.ndarray, canvas: int) -> list[int]:
+    """An id that only row 0 has, in its first canvas, and one that row 1 has first in its second canvas, not row 2."""
+    first = next(t for t in tokens[0, 3:canvas] if t not in tokens[1:])
+    second = next(t for t in tokens[1, canvas : 2 * canvas] if t not in tokens[1, :canvas] and t not in tokens[2])
+    return [int(first), int(second)]
 
 
-def test_suppressed_ids(pair_of):
+def test_output_is_cut_exactly(pair_of, free):
+    """transformers returns whole canvases, the same ones; ours ends where it was told to."""
+    length = checkpoints.CALM.canvas + 4
+    for row, completion in enumerate(ours(pair_of(FREE.model), FREE, max_new_tokens=length)):
+        assert list(completion.tokens) == free.tokens[row, :length].tolist()
+        assert list(completion.steps) == steps_of(free, row)[:2]
+        assert completion.finish_reason == "length"
+
+
+def test_suppressed_ids(pair_of, free):
     """The same mask through transformers' logits processors."""
-    pair, case = pair_of("calm"), Case("suppress", canvases=1)
-    free = reference(pair, case)
-    banned = sorted({int(token) for token in free.tokens[:, ::3].ravel()})
+    pair, case = pair_of(FREE.model), Case("suppress", canvases=1, seed=FREE.seed)
+    banned = sorted({int(token) for token in free.tokens[:, : checkpoints.CALM.canvas : 3].ravel()})
 
     def mask(input_ids, scores, cur_step):
         scores = scores.clone()

@@ -22,7 +22,7 @@ from dgemma_jax.text.window import CLOSE, MARKERS, OPEN, Window
 MAX_DEPTH = 128
 HEADER, BARE_HEADER = r"[\w.:$@/\-\s]{0,200}", r"[\w.$@/\-]{0,200}"  # a name and what may stand before it
 _HEADERS = {True: re.compile(HEADER), False: re.compile(BARE_HEADER)}
-_NAME = re.compile(r"[\w.$@/-][\w.:$@/-]*(?<!:)")
+_NAME = re.compile(r"[\w$@][\w.:$@/-]*(?<!:)")
 _STOP_VALUE, _STOP_KEY = re.compile(r"[,{}\[\]()<]"), re.compile(r"[:=,{}\[\])<]")
 _STOP_STRING = {DELIMITER: re.compile("<"), '"': re.compile(r'["\\<]'), "'": re.compile(r"['\\<]")}
 _STRING_ENDS = {",", "}", "]", CLOSE}
@@ -270,7 +270,8 @@ class CallScanner(Window):
     def _end_before_next(self) -> bool:
         """A delimiter right behind `,key:`, in a list behind `,`, opens the next string: this one was not closed."""
         in_object = isinstance(self._stack[-1].value, dict)
-        if self._is_key or self._quote != DELIMITER:
+        last = self._pieces[-1].rstrip() if self._pieces else ""
+        if self._is_key or self._quote != DELIMITER or not (last == "" or last.endswith((",", ":"))):
             return False
         tail = "".join(piece[-80:] for piece in self._pieces[-80:])[-80:]
         found = (_NEXT_KEY if in_object else _NEXT_ITEM).search(tail)
@@ -334,7 +335,7 @@ class CallScanner(Window):
             top.value[top.key], top.tail, self._mode = value, tail, self._key
 
     def _closes(self, closer: str) -> bool:
-        return any(container.closer == closer for container in self._stack)
+        return self._stack[-1].closer == closer or any(container.closer == closer for container in self._stack)
 
     def _close(self, closer: str) -> bool:
         """Closes the innermost container with this closer and what is open inside it."""

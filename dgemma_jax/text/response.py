@@ -43,24 +43,24 @@ _CUT_LABELS = ("thought<channel|>", "thought</think>", "thought<turn|>", "though
 _LONGEST_LABEL = max(map(len, _CUT_LABELS))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ReasoningDelta:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ContentDelta:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CallBegin:
     index: int
     id: str
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
     """A piece of the JSON text of the arguments of call `index`; the pieces join to the whole."""
 
@@ -68,7 +68,7 @@ class ArgumentsDelta:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CallEnd:
     index: int
 
@@ -76,7 +76,7 @@ class CallEnd:
 Event = ReasoningDelta | ContentDelta | CallBegin | ArgumentsDelta | CallEnd
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """`id` follows from the call's place, name and arguments: the same text always gives the same id."""
 
@@ -85,7 +85,7 @@ class ToolCall:
     arguments: dict
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Response:
     reasoning: str = ""
     content: str = ""

@@ -28,7 +28,8 @@ def typed(value, schema: dict):
 
 
 def _alternative(schema: dict, kind: str) -> dict:
-    return next((option for option in schema.get("anyOf", ()) if option.get("type") == kind), schema)
+    options = schema.get("anyOf")
+    return next((option for option in options if option.get("type") == kind), schema) if options else schema
 
 
 def _types(schema: dict) -> set[str]:

@@ -169,6 +169,7 @@ def test_names(name):
         "recall:f{a:1}",
         "write `call:f{a:1}` here",
         "call: me (tomorrow)",
+        "call:...()",
         "call:f{a:1",
         "call:f{a:" + "[" * 200,
         "a <tool_call|> b",

@@ -7,68 +7,15 @@ copies of those, which some files carry, are compared and dropped.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
 
-import ml_dtypes
 import numpy as np
 
 from dgemma_jax.config import Config
-from dgemma_jax.convert.safetensors_files import Problem, TensorFiles, report
+from dgemma_jax.convert.table import MATRIX, SAME, SCALAR, Entry, Layout, leaf
 
-ParamPath = tuple[str | int, ...]
-
-DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
-FILE_DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
-
-
-class WeightsError(ValueError):
-    """The files and the config do not fit. The message holds one line per finding, `problems` every single one."""
-
-    def __init__(self, directory: Path, problems: list[Problem]) -> None:
-        super().__init__(report(directory, problems))
-        self.problems = problems
-
-
-class Layout(NamedTuple):
-    """How a parameter lies in the file: axes merged, merged + 1 as one axis, then the last two axes swapped."""
-
-    merged: int | None = None
-    swapped: bool = False
-
-    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The file's shape of a parameter of `shape`."""
-        merged = self._merged(shape)
-        return (*merged[:-2], merged[-1], merged[-2]) if self.swapped else merged
-
-    def to_file(self, array: np.ndarray) -> np.ndarray:
-        """The parameter as it lies in the file."""
-        array = array.reshape(self._merged(array.shape))
-        return array.swapaxes(-1, -2) if self.swapped else array
-
-    def from_file(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The inverse of to_file for a parameter of `shape`; a view of the file's array."""
-        return (array.swapaxes(-1, -2) if self.swapped else array).reshape(shape)
-
-    def _merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if self.merged is None:
-            return shape
-        at = self.merged
-        return (*shape[:at], math.prod(shape[at : at + 2]), *shape[at + 2 :])
-
-
-SAME = Layout()
-SCALAR = Layout(merged=0)  # [] <-> [1]: the product of no axes
-MATRIX = Layout(swapped=True)  # [..., in, out] <-> [..., out, in]
 HEADS_OUT = Layout(merged=1, swapped=True)  # [D, N, H] <-> [N*H, D]
 HEADS_IN = Layout(merged=0, swapped=True)  # [N, H, D] <-> [D, N*H]
-
-
-class Entry(NamedTuple):
-    path: ParamPath
-    layout: Layout
 
 
 def table(config: Config) -> dict[str, Entry]:
@@ -163,100 +110,5 @@ def original_of(name: str) -> str | None:
 
 
 def to_hf(params: Mapping, config: Config) -> dict[str, np.ndarray]:
-    """Name -> array as the file holds it, dtypes kept: the inverse of `load`."""
+    """Name -> array as the file holds it, dtypes kept: the inverse of loading."""
     return {name: entry.layout.to_file(np.asarray(leaf(params, entry.path))) for name, entry in table(config).items()}
-
-
-def load(
-    directory: Path,
-    config: Config,
-    abstract: Mapping,
-    dtype: str | None = None,
-    place: Callable[[np.ndarray], Any] = np.array,
-) -> tuple[dict, str]:
-    """Reads params from `directory`, one tensor at a time.
-
-    abstract: the nested dict of shapes that params must match. dtype: of the result; None is that of the stored
-    embedding table. place: what becomes of each array, for instance a copy to a device.
-    Returns (params, dtype). Raises WeightsError with everything that is wrong.
-    """
-    files = TensorFiles(Path(directory))
-    entries = table(config)
-    dtype = dtype or FILE_DTYPES.get(files.dtype("model.decoder.embed_tokens.weight"), config.dtype)
-    problems = list(files.problems)
-    params: dict = {}
-    for name, entry in entries.items():
-        if name in files.lost:
-            continue
-        shape = leaf(abstract, entry.path).shape
-        problem = _header_problem(files, name, entry.layout.file_shape(shape))
-        if problem is None:
-            array = _cast(files.read(name), dtype)
-            problem = _value_problem(name, array)
-            if not problems and problem is None:  # nothing is placed once the load has failed
-                _insert(params, entry.path, place(entry.layout.from_file(array, shape)))
-        if problem is not None:
-            problems.append(problem)
-    problems += _extra_problems(files, entries)
-    if problems:
-        raise WeightsError(Path(directory), problems)
-    return params, dtype
-
-
-def _header_problem(files: TensorFiles, name: str, shape: tuple[int, ...]) -> Problem | None:
-    if name not in files:
-        return Problem("missing", name, f"expected {list(shape)}")
-    if files.shape(name) != shape:
-        return Problem("wrong shape", name, f"{list(files.shape(name))}, the config asks for {list(shape)}")
-    if files.dtype(name) not in FILE_DTYPES:
-        return Problem("wrong dtype", name, f"{files.dtype(name)}, expected one of {', '.join(FILE_DTYPES)}")
-    return None
-
-
-def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what does not fit float16 is found by the check of values
-        return array.astype(DTYPES[dtype], copy=False)
-
-
-def _value_problem(name: str, array: np.ndarray) -> Problem | None:
-    """Infinite clip bounds mean no bound; nothing else may be infinite, and nothing NaN."""
-    if all_finite(array):
-        return None
-    bound = name.rsplit(".", 1)[-1] in CLIP_BOUNDS
-    bad = np.isnan(array) if bound else ~np.isfinite(array)
-    if not bad.any():
-        return None
-    first = [int(axis) for axis in np.argwhere(bad)[0]]
-    return Problem(
-        "not finite", name, f"{int(bad.sum())} of {array.size} values as {array.dtype}, the first at {first}"
-    )
-
-
-def all_finite(array: np.ndarray) -> bool:
-    """No infinity and no NaN, by their exponent bits: several times faster than np.isfinite on bfloat16."""
-    infinity = np.array(np.inf, array.dtype).view(f"u{array.itemsize}")
-    return bool(((array.view(infinity.dtype) & infinity) < infinity).all())
-
-
-def _extra_problems(files: TensorFiles, entries: Mapping[str, Entry]) -> Iterator[Problem]:
-    for name in files:
-        original = original_of(name)
-        if name in entries:
-            continue
-        if original not in entries:
-            yield Problem("unexpected", name, f"{list(files.shape(name))}, the config has no such weight")
-        elif original in files and not np.array_equal(files.read(name), files.read(original)):
-            yield Problem("disagrees", name, f"expected a copy of {original}")
-
-
-def leaf(tree: Mapping, path: ParamPath) -> Any:
-    """What lies at `path` of a nested dict."""
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def _insert(tree: dict, path: ParamPath, value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value

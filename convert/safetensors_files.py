@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from dgemma_jax.convert.table import DTYPES
+
+FILE_DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -24,6 +29,15 @@ class Problem(NamedTuple):
     detail: str
 
 
+class Tensor(NamedTuple):
+    """Where a tensor lies: dtype (as the format spells it where the project does not read it), shape, mapped bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: mmap.mmap
+    begin: int
+
+
 class TensorFiles:
     """Names, shapes, dtypes and contents of all tensors in a directory; iterates over the names.
 
@@ -34,39 +48,67 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self.problems: list[Problem] = []
         self.lost: set[str] = set()
-        self._files: dict[str, safe_open] = {}
+        self.paths: list[Path] = []
+        self._tensors: dict[str, Tensor] = {}
         for file_name, names in _files_of(directory).items():
+            path = directory / file_name
             try:
-                opened = safe_open(directory / file_name, "numpy")
+                tensors = _open(path)
             except (SafetensorError, OSError) as error:
                 if not names:
-                    raise ValueError(f"{directory / file_name} cannot be read: {error}; download it again") from None
-                absent = not (directory / file_name).exists()
-                detail = "missing" if absent else f"cannot be read: {error}"
+                    raise ValueError(f"{path} cannot be read: {error}; download it again") from None
+                detail = f"cannot be read: {error}" if path.exists() else "missing"
                 self.problems.append(Problem("file", file_name, f"{detail} ({len(names)} tensors); download it again"))
                 self.lost |= names
                 continue
-            for name in opened.keys():  # noqa: SIM118 (not a dict: iterating the file itself is not supported)
-                if name in self._files:
-                    self.problems.append(Problem("twice", name, f"also in {file_name}"))
-                self._files[name] = opened
-        self.lost -= self._files.keys()
+            self.problems += [Problem("twice", name, f"also in {file_name}") for name in tensors.keys() & self._tensors]
+            self._tensors |= tensors
+            self.paths.append(path)
+        self.lost -= self._tensors.keys()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return self._tensors[name].shape
 
-    def dtype(self, name: str) -> str | None:
-        """In the spelling of the format ("BF16"), None for a tensor that is not there."""
-        return self._files[name].get_slice(name).get_dtype() if name in self else None
+    def dtype(self, name: str) -> str:
+        return self._tensors[name].dtype
 
-    def read(self, name: str) -> np.ndarray:
-        return self._files[name].get_tensor(name)
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors as views of the mapped files: they cost no memory of the process, and cannot be written."""
+        for name in names:
+            dtype, shape, file, begin = self._tensors[name]
+            count = math.prod(shape)
+            yield name, np.frombuffer(file, DTYPES[dtype], count, begin).reshape(shape)
+
+
+def _open(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file. SafetensorError unless the header is right and as long as the file."""
+    with safe_open(path, "numpy"):
+        pass
+    with open(path, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+        file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    header.pop("__metadata__", None)
+    return {
+        name: Tensor(
+            FILE_DTYPES.get(entry["dtype"], entry["dtype"]),
+            tuple(entry["shape"]),
+            file,
+            8 + length + entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+    }
+
+
+def has_safetensors(directory: Path) -> bool:
+    """Whether weights lie there in this format."""
+    return (directory / SINGLE).exists() or (directory / INDEX).exists()
 
 
 def _files_of(directory: Path) -> dict[str, set[str]]:

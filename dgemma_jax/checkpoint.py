@@ -14,7 +14,7 @@ import numpy as np
 
 from dgemma_jax.config import DTYPES, Config, check
 from dgemma_jax.config_hf import RELEASE
-from dgemma_jax.convert import hf
+from dgemma_jax.convert.weights import load, open_weights
 from dgemma_jax.model.transformer import build
 from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def open_checkpoint(
     text = _tokenizer(directory, tokenizer)
     defaults = _defaults(directory, fields, config, text)
     _, abstract = build(config)
-    params, stored = hf.load(directory, config, abstract, dtype, place=jax.device_put)
+    params, stored = load(open_weights(directory, config), abstract, dtype, place=jax.device_put)
     return replace(config, dtype=stored), params, text, defaults
 
 

@@ -16,7 +16,7 @@ from parity.checkpoints import NARROW, WIDE, hf_config, random_tensors, tensor_s
 from safetensors.numpy import save_file
 
 from dgemma_jax.config import Config, gemma_26b_a4b
-from dgemma_jax.convert import hf
+from dgemma_jax.convert import hf, table, weights
 from dgemma_jax.model.transformer import build
 
 EMBEDDING = "model.decoder.embed_tokens.weight"
@@ -24,7 +24,7 @@ EMBEDDING = "model.decoder.embed_tokens.weight"
 
 def table_with_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     _, abstract = build(config)
-    return {name: e.layout.file_shape(hf.leaf(abstract, e.path).shape) for name, e in hf.table(config).items()}
+    return {name: e.layout.file_shape(table.leaf(abstract, e.path).shape) for name, e in hf.table(config).items()}
 
 
 def golden_26b() -> dict[str, tuple[int, ...]]:
@@ -89,7 +89,7 @@ def directory(original, tmp_path) -> Path:
 
 def load(directory: Path, shape=NARROW, dtype: str | None = None) -> tuple[dict, str]:
     config = Config.from_hf(hf_config(shape))
-    return hf.load(directory, config, build(config)[1], dtype)
+    return weights.load(weights.open_weights(directory, config), build(config)[1], dtype)
 
 
 def rewrite(directory: Path, change) -> dict[str, np.ndarray]:
@@ -163,7 +163,7 @@ def test_shards_are_read_through_their_index(directory):
 
 
 def problems(directory: Path, shape=NARROW, dtype: str | None = None) -> tuple[list, str]:
-    with pytest.raises(hf.WeightsError) as error:
+    with pytest.raises(weights.WeightsError) as error:
         load(directory, shape, dtype)
     return error.value.problems, str(error.value)
 
@@ -188,7 +188,7 @@ def test_all_problems_are_reported_at_once(directory):
     for words in (
         "layers.{0-1}.router.scale: expected [48]",
         "[7], the config asks for [48]",
-        "I8, expected one of BF16, F32, F16",
+        "I8, expected one of bfloat16, float32, float16",
         "1 of 3840 values as float32, the first at [1, 2]",
         "lm_head.weight: expected a copy of model.decoder.embed_tokens.weight",
         "layers.3.self_attn.v_proj.bias: [4], the config has no such weight",
@@ -231,10 +231,10 @@ def test_values_too_large_for_the_asked_dtype_are_found(directory):
 
 
 @settings(deadline=None)
-@given(st.lists(st.floats(width=16), max_size=5), st.sampled_from(sorted(hf.DTYPES)))
+@given(st.lists(st.floats(width=16), max_size=5), st.sampled_from(sorted(table.DTYPES)))
 def test_the_quick_check_of_values_is_isfinite(values, dtype):
-    array = np.array(values, hf.DTYPES[dtype])
-    assert hf.all_finite(array) == np.isfinite(array).all()
+    array = np.array(values, table.DTYPES[dtype])
+    assert weights.all_finite(array) == np.isfinite(array).all()
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -2])

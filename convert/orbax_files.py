@@ -1,0 +1,230 @@
+"""Orbax items on disk: one saved, one read, and the tensors of a whole directory of them by name.
+
+A converted directory holds `weights/<item>`, each an Orbax checkpoint of its own that any Orbax reader restores to the
+nested dict below that part of params, and the manifest, which is written last: config, and per item each tensor's
+dtype, shape and checksum (crc32 of its bytes in C order, little endian).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dgemma_jax.config import Config
+from dgemma_jax.convert.safetensors_files import Problem
+from dgemma_jax.convert.table import insert, leaf
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+MANIFEST = "dgemma-manifest.json"
+VERSION = 1
+WEIGHTS = "weights"
+TREE = "_METADATA"  # the file that makes a folder an Orbax tree
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies: the Orbax checkpoint, its keys in that tree, its header, its checksum if it is to hold."""
+
+    tree: Path
+    keys: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: int | None = None
+
+
+@dataclass
+class OrbaxFiles:
+    """Tensors by name, of one Orbax tree or of several; iterates over the names.
+
+    stacks: names that hold parts of several items; they stay in memory until other ones are read.
+    """
+
+    paths: list[Path]
+    tensors: dict[str, Stored]
+    stacks: frozenset[str] = frozenset()
+    problems: list[Problem] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    _kept: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        return self.tensors[name].dtype
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors, all of them read before the first comes. ValueError names the one that is damaged."""
+        names = list(names)
+        arrays = {name: array for name, array in self._kept.items() if name in names}
+        self._kept = dict(arrays)
+        trees: dict[Path, list[str]] = {}
+        for name in names:
+            if name not in arrays:
+                trees.setdefault(self.tensors[name].tree, []).append(name)
+        for tree, wanted in trees.items():
+            found = restore(tree, [self.tensors[name].keys for name in wanted])
+            arrays |= dict(zip(wanted, found, strict=True))
+            del found
+        self._kept = {name: array for name, array in arrays.items() if name in self.stacks}
+        for name in names:
+            array = arrays.pop(name)
+            self._check(name, array)
+            yield name, array
+
+    def _check(self, name: str, array: np.ndarray) -> None:
+        stored = self.tensors[name]
+        if (array.dtype.name, array.shape) != (stored.dtype, stored.shape):
+            header = f"{stored.dtype}{list(stored.shape)}"
+            raise ValueError(f"{stored.tree}: {name} is {array.dtype}{list(array.shape)}, recorded as {header}{AGAIN}")
+        if stored.crc32 is not None and checksum(array) != stored.crc32:
+            raise ValueError(f"{stored.tree}: {name} has other values than were written (crc32){AGAIN}")
+
+
+AGAIN = "; the item is damaged: convert again"
+
+
+def checksum(array: np.ndarray) -> int:
+    """crc32 of the values of a C-contiguous array."""
+    return zlib.crc32(array.reshape(-1).view(np.uint8))
+
+
+def record(array: np.ndarray) -> dict[str, Any]:
+    """What the manifest says about an array."""
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": checksum(array)}
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    """Uncompressed: weights shrink by a fifth and take several times as long to write.
+
+    Orbax is imported where it is used, so that loading from safetensors does not wait for it.
+    """
+    import orbax.checkpoint as ocp
+
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+
+def save(path: Path, tree: Mapping[str, Any]) -> None:
+    """Writes a nested dict of arrays as one Orbax checkpoint, which appears at `path` when it is whole."""
+    import orbax.checkpoint as ocp
+
+    with _checkpointer() as checkpointer:
+        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
+
+
+def restore(path: Path, wanted: list[tuple[str, ...]]) -> list[np.ndarray]:
+    """The arrays at some keys of an Orbax checkpoint. ValueError, with the path, if it cannot be read."""
+    import orbax.checkpoint as ocp
+
+    args: dict[str, Any] = {}
+    for keys in wanted:
+        insert(args, keys, ocp.RestoreArgs(restore_type=np.ndarray))
+    if not (path / TREE).is_file():
+        raise ValueError(f"{path} is missing{AGAIN}")
+    try:
+        with _checkpointer() as checkpointer:
+            request = ocp.args.PyTreeRestore(item=args, restore_args=args, partial_restore=True)
+            tree = checkpointer.restore(path.absolute(), args=request)
+    except Exception as error:  # Orbax passes on whatever its storage libraries raise
+        raise ValueError(f"{path} cannot be read ({first_line(error)}){AGAIN}") from error
+    return [leaf(tree, keys) for keys in wanted]
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of an error of the storage libraries, which write long ones."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def is_converted(directory: Path) -> bool:
+    return (directory / MANIFEST).is_file()
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The parsed manifest of a converted directory. ValueError if it is none, or of another version."""
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no manifest of a converted model ({error!r}); convert again") from None
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version!r}; this package reads version {VERSION}: convert again")
+    return manifest
+
+
+def open_converted(directory: Path, config: Config, verify: bool) -> OrbaxFiles:
+    """The tensors of a converted directory by their parameters' names. verify: read() compares checksums."""
+    manifest = read_manifest(directory)
+    tensors = {}
+    for item, entry in manifest["items"].items():
+        for name, header in entry["tensors"].items():
+            crc32 = header["crc32"] if verify else None
+            keys = keys_in_item(name)
+            tensors[name] = Stored(directory / WEIGHTS / item, keys, header["dtype"], tuple(header["shape"]), crc32)
+    return OrbaxFiles([directory / MANIFEST], tensors, problems=list(_config_problems(config, manifest["config"])))
+
+
+def keys_in_item(name: str) -> tuple[str, ...]:
+    """The keys of a parameter in the tree of its item: without the part that the item's name says."""
+    keys = tuple(name.split("/"))
+    return keys[{"layers": 2, "vision": 1}.get(keys[0], 0) :]
+
+
+def config_fields(config: Config) -> dict[str, Any]:
+    """A Config as JSON holds it, the dtype left out: that is a matter of each tensor."""
+    return {name: value for name, value in json.loads(json.dumps(asdict(config))).items() if name != "dtype"}
+
+
+def _config_problems(config: Config, converted: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, value in config_fields(config).items():
+        if value != converted.get(name):
+            detail = f"{value!r} in config.json, but {converted.get(name)!r} when converted; convert again"
+            yield Problem("config", name, detail)
+
+
+def tree_directory(directory: Path) -> Path | None:
+    """Where the one Orbax tree of `directory` lies: itself or a folder in it, None if there is none or several."""
+    if (directory / TREE).is_file():
+        return directory
+    found = [path.parent for path in directory.glob(f"*/{TREE}")]
+    return found[0] if len(found) == 1 else None
+
+
+def open_tree(path: Path, canonical: Callable[[tuple[str, ...]], str], stacked: Callable[[str], bool]) -> OrbaxFiles:
+    """The tensors of one Orbax tree, named by `canonical`(keys); those that are `stacked`(name) serve several items.
+
+    ValueError if the tree cannot be read.
+    """
+    with _checkpointer() as checkpointer:
+        metadata = checkpointer.metadata(path.absolute()).item_metadata
+    if metadata is None:
+        raise ValueError(f"{path} is no Orbax tree that can be read; download it again")
+    tensors: dict[str, Stored] = {}
+    problems = []
+    for keys, header in _leaves(metadata.tree):
+        name = canonical(keys)
+        if name in tensors:
+            problems.append(Problem("twice", name, "both spellings are in the tree"))
+        tensors[name] = Stored(path, keys, np.dtype(header.dtype).name, tuple(header.shape))
+    return OrbaxFiles([path / TREE], tensors, frozenset(filter(stacked, tensors)), problems)
+
+
+def _leaves(tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*keys, key))
+    elif hasattr(tree, "shape"):
+        yield keys, tree

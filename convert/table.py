@@ -1,0 +1,126 @@
+"""The form of a name table: which stored tensor holds which parameter, and how its axes lie there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+ParamPath = tuple[str | int, ...]
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
+STRIPE = 64  # columns copied together where axes are swapped: twice as fast as numpy's own order
+
+
+class Layout(NamedTuple):
+    """How a parameter lies in the file, step by step.
+
+    merged: this axis and the next become one. swapped: then the last two axes change places. heads_first: then the
+    first two do. parts: then the axis before the last is split into (parts, rest).
+    """
+
+    merged: int | None = None
+    swapped: bool = False
+    heads_first: bool = False
+    parts: int | None = None
+
+    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The file's shape of a parameter of `shape`."""
+        return self.to_file(np.broadcast_to(np.int8(0), shape)).shape
+
+    def to_file(self, array: np.ndarray) -> np.ndarray:
+        """The parameter as it lies in the file; a view of it, where numpy can make one."""
+        array = self._swap(array.reshape(self._merged(array.shape)))
+        if self.parts is None:
+            return array
+        return array.reshape(*array.shape[:-2], self.parts, -1, array.shape[-1])
+
+    def from_file(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The inverse of to_file for a parameter of `shape`; a view of the file's array."""
+        if self.parts is not None:
+            array = array.reshape(*array.shape[:-3], -1, array.shape[-1])
+        return self._swap(array).reshape(shape)
+
+    def _merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self.merged is None:
+            return shape
+        at = self.merged
+        return (*shape[:at], math.prod(shape[at : at + 2]), *shape[at + 2 :])
+
+    def _swap(self, array: np.ndarray) -> np.ndarray:
+        """Both swaps; no layout has both on an array of more than two axes, so their order does not matter."""
+        array = array.swapaxes(-1, -2) if self.swapped else array
+        return array.swapaxes(0, 1) if self.heads_first else array
+
+
+SAME = Layout()
+SCALAR = Layout(merged=0)  # [] <-> [1]: the product of no axes
+MATRIX = Layout(swapped=True)  # [..., in, out] <-> [..., out, in]
+
+
+class Entry(NamedTuple):
+    """One parameter: its path in params, its layout, and where in the stored tensor it begins.
+
+    index: numbers on the leading axes of a tensor that stacks several parameters.
+    """
+
+    path: ParamPath
+    layout: Layout
+    index: tuple[int, ...] = ()
+
+
+Rows = list[tuple[str, Entry]]
+
+
+def name_of(path: ParamPath) -> str:
+    """The parameter's own name: ("layers", 3, "mlp", "up") is "layers/3/mlp/up"."""
+    return "/".join(map(str, path))
+
+
+def item_of(path: ParamPath) -> str:
+    """The part of a model that is converted and stored at once: one layer, the image tower, or all the rest."""
+    if path[0] == "layers":
+        return f"layer_{path[1]:03}"
+    return "vision" if path[0] == "vision" else "embedding"
+
+
+def by_item(rows: Rows) -> dict[str, Rows]:
+    """The rows of each item, items in the order in which they first occur."""
+    items: dict[str, Rows] = {}
+    for name, entry in rows:
+        items.setdefault(item_of(entry.path), []).append((name, entry))
+    return items
+
+
+def stacked_shape(entries: Iterable[Entry]) -> tuple[int, ...]:
+    """The extents of a tensor's leading axes that stack these parameters."""
+    return tuple(max(numbers) + 1 for numbers in zip(*(entry.index for entry in entries), strict=True))
+
+
+def owned(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """A C-contiguous array of `dtype` in memory of its own; `array` itself if it is one already."""
+    if array.flags.c_contiguous:
+        return array.astype(dtype, copy=not array.flags.writeable)  # a mapped file is not writeable
+    out = np.empty(array.shape, dtype)
+    pairs = [(out, array)] if array.ndim < 3 else zip(out, array, strict=True)
+    for target, source in pairs:
+        for start in range(0, array.shape[-1], STRIPE):
+            target[..., start : start + STRIPE] = source[..., start : start + STRIPE]
+    return out
+
+
+def leaf(tree: Mapping, path: ParamPath) -> Any:
+    """What lies at `path` of a nested dict."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def insert(tree: dict, path: ParamPath, value: Any) -> None:
+    """Puts `value` at `path` of a nested dict."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dgemma_jax.checkpoint import open_checkpoint
 from dgemma_jax.config import LayerConfig, tiny
-from dgemma_jax.model.transformer import build
+from dgemma_jax.model.transformer import DIFFERENTIABLE, build
 from dgemma_jax.text.tokenizer import Tokenizer
 from dgemma_jax.train import checkpoint, data, tokenizer, trainer
 from dgemma_jax.train.export import export
@@ -32,7 +32,7 @@ CONFIG = replace(
     layers=(LayerConfig("full", 1, 16),),
     moe_intermediate_size=16,
 )
-GRAPH, ABSTRACT = build(CONFIG, "float32")
+GRAPH, ABSTRACT = build(CONFIG, "float32", DIFFERENTIABLE)
 OPTIMIZER = optimizer(10, matrix_rate=0.05, rate=0.02)
 UPDATE = trainer.make_update(partial(diffusion_loss, GRAPH, CONFIG, Objective(copies=8)), OPTIMIZER, seed=0)
 

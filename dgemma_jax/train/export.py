@@ -98,6 +98,7 @@ def export(directory: Path, config: Config, params: dict, tokenizer: Tokenizer, 
         (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
     tensors = {name: np.ascontiguousarray(t.astype(ml_dtypes.bfloat16)) for name, t in to_hf(params, config).items()}
     save_file(dict(sorted(tensors.items())), temporary / "model.safetensors", metadata={"format": "pt"})
+    (temporary / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone
     ids.save(tokenizer, temporary, config.max_position_embeddings)
     (temporary / "README.md").write_text(card)
     shutil.rmtree(directory, ignore_errors=True)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Key
+from jaxtyping import Bool, Float32, Key
 
 from dgemma_jax.cache import init_cache
 from dgemma_jax.config import Config
 from dgemma_jax.functional import denoise_logits, encode, soft_embedding
-from dgemma_jax.shapes import Canvas, Logits, PerRow, RowMask
+from dgemma_jax.shapes import Array, Canvas, Logits, PerRow, RowMask
 from dgemma_jax.train.data import Batch
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dgemma_jax.api import Model
 from dgemma_jax.config import tiny
-from dgemma_jax.model.transformer import build
+from dgemma_jax.model.transformer import DIFFERENTIABLE, build
 from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
 from dgemma_jax.train import checkpoint, data, trainer
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(steps: int, path: Path) -> Model:
     """Trains to `steps`, from the state at `path` if there is one, and returns the model in bf16."""
     config, tokenizer = tiny(), vocabulary.build()
-    graph, abstract = build(config, "float32")
+    graph, abstract = build(config, "float32", DIFFERENTIABLE)
     rule = optimizer(steps)
     settings = {"steps": steps, "seed": SEED, "rows": ROWS}
     state = trainer.start(initial_params(abstract, SEED), rule)

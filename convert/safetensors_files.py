@@ -7,7 +7,7 @@ import math
 import mmap
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class TensorFiles:
         for file_name, names in _files_of(directory).items():
             path = directory / file_name
             try:
-                tensors = _open(path)
+                tensors = open_file(path)
             except (SafetensorError, OSError) as error:
                 if not names:
                     raise ValueError(f"{path} cannot be read: {error}; download it again") from None
@@ -80,13 +80,17 @@ class TensorFiles:
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors as views of the mapped files: they cost no memory of the process, and cannot be written."""
-        for name in names:
-            dtype, shape, file, begin = self._tensors[name]
-            count = math.prod(shape)
-            yield name, np.frombuffer(file, DTYPES[dtype], count, begin).reshape(shape)
+        return read_mapped(self._tensors, names)
 
 
-def _open(path: Path) -> dict[str, Tensor]:
+def read_mapped(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Some of the tensors, as views of their mapped files."""
+    for name in names:
+        dtype, shape, file, begin = tensors[name]
+        yield name, np.frombuffer(file, DTYPES[dtype], math.prod(shape), begin).reshape(shape)
+
+
+def open_file(path: Path) -> dict[str, Tensor]:
     """The tensors of one file. SafetensorError unless the header is right and as long as the file."""
     with safe_open(path, "numpy"):
         pass

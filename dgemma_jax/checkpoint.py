@@ -7,14 +7,16 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dgemma_jax.config import DTYPES, Config, check
 from dgemma_jax.config_hf import RELEASE
-from dgemma_jax.convert.weights import load, open_weights
+from dgemma_jax.convert.destination import unfinished
+from dgemma_jax.convert.orbax_files import tree_directory
+from dgemma_jax.convert.weights import Weights, load, open_weights
 from dgemma_jax.model.transformer import build
 from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
@@ -34,14 +36,33 @@ def open_checkpoint(
     Raises ValueError, with one line on what is wrong and what to do.
     """
     dtype = _dtype_name(dtype)
+    opened = open_directory(name)
+    text = _tokenizer(opened.directory, tokenizer)
+    defaults = _defaults(opened, text)
+    params, stored = load(opened.weights, opened.abstract, dtype, place=jax.device_put)
+    return replace(opened.config, dtype=stored), params, text, defaults
+
+
+class Opened(NamedTuple):
+    """A model directory before its weights are read.
+
+    fields: the parsed config.json. abstract: the nested dict of shapes that params must match.
+    """
+
+    directory: Path
+    fields: dict
+    config: Config
+    abstract: dict
+    weights: Weights
+
+
+def open_directory(name: str | Path, verify: bool = False) -> Opened:
+    """Opens a model by name and reads only what is small. verify: see `open_weights`. Raises ValueError."""
     directory = resolve(name)
     fields = _read_json(directory / "config.json")
     config = Config.from_hf(fields)
-    text = _tokenizer(directory, tokenizer)
-    defaults = _defaults(directory, fields, config, text)
     _, abstract = build(config)
-    params, stored = load(open_weights(directory, config), abstract, dtype, place=jax.device_put)
-    return replace(config, dtype=stored), params, text, defaults
+    return Opened(directory, fields, config, abstract, open_weights(directory, config, verify))
 
 
 def resolve(name: str | Path) -> Path:
@@ -62,9 +83,20 @@ def resolve(name: str | Path) -> Path:
 
 
 def _model_directory(path: Path) -> Path:
+    if (journal := unfinished(path)) is not None:
+        source, count = journal["source"]["directory"], len(journal["items"])
+        raise ValueError(
+            f"{path} is an unfinished conversion, {count} items are written; run `dgemma convert {source} {path}` "
+            "with the same options again"
+        )
     if not (path / "config.json").is_file():
         ggufs = ", ".join(sorted(file.name for file in path.glob("*.gguf")))
         found = f" (only {ggufs}, and GGUF files cannot be read)" if ggufs else ""
+        if tree_directory(path) is not None:
+            raise ValueError(
+                f"{path} is an Orbax tree without config.json; put the config.json, generation_config.json and "
+                f"tokenizer.json of {RELEASE} beside it"
+            )
         raise ValueError(f"{path} has no config.json{found}; a model directory holds config.json and safetensors files")
     return path
 
@@ -109,6 +141,12 @@ def _dtype_name(dtype: Any) -> str | None:
     return name
 
 
+def text_of(opened: Opened) -> tuple[Tokenizer | None, Sampling]:
+    """The tokenizer of a directory, None without one, and the sampling defaults."""
+    tokenizer = _tokenizer(opened.directory, None)
+    return tokenizer, _defaults(opened, tokenizer)
+
+
 def _tokenizer(directory: Path, given: Any) -> Tokenizer | None:
     if isinstance(given, Tokenizer):
         return given
@@ -120,19 +158,20 @@ def _tokenizer(directory: Path, given: Any) -> Tokenizer | None:
     return Tokenizer.from_file(path) if path.is_file() else None
 
 
-def _defaults(directory: Path, fields: dict, config: Config, tokenizer: Tokenizer | None) -> Sampling:
+def _defaults(opened: Opened, tokenizer: Tokenizer | None) -> Sampling:
     """generation_config.json over the built-ins; stop ids from config.json if it names none.
 
     Ids beyond the model's vocabulary can never be produced and are left out.
     """
-    path = directory / "generation_config.json"
-    stops = [part.get("eos_token_id") for part in (fields, fields["text_config"])]
+    path = opened.directory / "generation_config.json"
+    stops = [part.get("eos_token_id") for part in (opened.fields, opened.fields["text_config"])]
     result = Sampling.from_generation_config(
         _read_json(path) if path.is_file() else None,
         eos_token_id=next((ids for ids in stops if ids is not None), None),
         special_ids=tokenizer.special_ids if tokenizer else None,
     )
     kept = {
-        name: [id for id in getattr(result, name) if id < config.vocab_size] for name in ("stop_token_ids", "suppress")
+        name: [id for id in getattr(result, name) if id < opened.config.vocab_size]
+        for name in ("stop_token_ids", "suppress")
     }
     return replace(result, **kept)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+CONVERT = "Write a model in another layout or dtype. A run that was interrupted goes on where it stopped."
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
@@ -51,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="answer prompts", description="Answer prompts."))
     _add_chat(commands.add_parser("chat", help="talk in the terminal", description="Talk with the model."))
+    _add_convert(commands.add_parser("convert", help="write a model in another layout", description=CONVERT))
+    _add_inspect(commands.add_parser("inspect", help="tell what a model is", description="Tell what a model is."))
     return parser
 
 
@@ -69,6 +72,23 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add("--tools", metavar="FILE", help="JSON file with the functions that the model may call")
     add("--thinking", action="store_true", help="let the model think before it answers")
     _add_model_and_knobs(parser)
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="SRC", help="directory (Hugging Face, converted, Google's Orbax), hub name, or tiny")
+    add("target", metavar="DST", help="directory to write; new or empty")
+    add("--dtype", choices=("bfloat16", "float32"), help="of all weights (by default each as it is stored)")
+    add("--to", choices=("orbax", "hf"), default="orbax", help="Orbax items per layer (default), or safetensors shards")
+    add("--overwrite", action="store_true", help="replace the model that lies in DST")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="directory, hub name in the local cache, or tiny")
+    add("--tensors", action="store_true", help="list every stored tensor")
+    add("--verify", action="store_true", help="read a converted directory and compare each tensor with its checksum")
+    add("--json", action="store_true", help="one JSON object")
 
 
 def _add_model_and_knobs(parser: argparse.ArgumentParser) -> None:

@@ -79,6 +79,7 @@ def denoise(
         _suppression(suppress, B, config.vocab_size),
         softcap=config.final_logit_softcapping,
         scale=model.embedder.scale,
+        implementation=model.implementations.head,
     )
 
 

@@ -16,7 +16,7 @@ class Attention(nnx.Module):
     Full layers have no value projection: their value is the raw key projection, normed without weight, not rotated.
     """
 
-    def __init__(self, config: Config, layer: LayerConfig, dtype: str):
+    def __init__(self, config: Config, layer: LayerConfig, dtype: str, implementation: str):
         D, N, K, H = config.hidden_size, config.num_attention_heads, layer.num_key_value_heads, layer.head_dim
         self.q = weight(D, N, H, dtype=dtype)
         self.k = weight(D, K, H, dtype=dtype)
@@ -27,6 +27,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(H, config.rms_norm_eps, dtype)
         self.eps = config.rms_norm_eps
         self.window = config.sliding_window if layer.kind == "sliding" else None
+        self.implementation = implementation
 
     def project(self, x: Hidden, table: Float32[Array, "2 B T h"]) -> tuple[Array, Keys, Keys]:
         """q f[B,T,N,H], k and v f[B,T,K,H] of normed layer inputs; norm before rotation."""
@@ -47,5 +48,7 @@ class Attention(nnx.Module):
     ) -> tuple[Hidden, Keys, Keys]:
         """The layer's attention output and the pass's own keys and values, for whoever writes them to the cache."""
         q, k, v = self.project(x, table)
-        out = mixed_attention(q, k, v, prefix_k, prefix_v, prefix_length, own_length, causal, window=self.window)
+        rows = (prefix_length, own_length, causal)
+        how = {"window": self.window, "implementation": self.implementation}
+        out = mixed_attention(q, k, v, prefix_k, prefix_v, *rows, **how)
         return jnp.einsum("btnh,nhd->btd", out, self.o[...]), k, v

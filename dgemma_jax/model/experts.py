@@ -33,12 +33,13 @@ class Router(nnx.Module):
 class Experts(nnx.Module):
     """The experts' matrices in the layout of the product: gate and up side by side."""
 
-    def __init__(self, config: Config, dtype: str):
+    def __init__(self, config: Config, dtype: str, implementation: str):
         E, D, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up = weight(E, D, 2 * width, dtype=dtype)
         self.down = weight(E, width, D, dtype=dtype)
+        self.implementation = implementation
 
     def __call__(
         self, x: Float[Array, "R D"], weights: Float32[Array, "R A"], ids: Int32[Array, "R A"]
     ) -> Float[Array, "R D"]:
-        return experts(x, self.gate_up[...], self.down[...], weights, ids)
+        return experts(x, self.gate_up[...], self.down[...], weights, ids, implementation=self.implementation)

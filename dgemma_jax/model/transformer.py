@@ -3,7 +3,7 @@
 Source: transformers' DiffusionGemma; the equations are restated where they are computed.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from flax import nnx
@@ -27,16 +27,32 @@ LAYER_NORMS = (
 )
 
 
+@dataclass(frozen=True)
+class Implementations:
+    """Which implementation of each op a model runs, see the ops' folders in kernels/; "auto" lets the op choose.
+
+    Only "reference" attention and experts have a reverse mode, so training asks for those.
+    """
+
+    attention: str = "auto"
+    experts: str = "auto"
+    head: str = "auto"
+
+
+AUTO = Implementations()
+DIFFERENTIABLE = Implementations(attention="reference", experts="reference")
+
+
 class Layer(nnx.Module):
     """Attention, then a dense MLP and experts side by side, every branch normed before and after."""
 
-    def __init__(self, config: Config, layer: LayerConfig, dtype: str):
+    def __init__(self, config: Config, layer: LayerConfig, dtype: str, implementations: Implementations):
         for name in LAYER_NORMS:
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, dtype))
-        self.attention = Attention(config, layer, dtype)
+        self.attention = Attention(config, layer, dtype, implementations.attention)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
         self.router = Router(config, dtype)
-        self.experts = Experts(config, dtype)
+        self.experts = Experts(config, dtype, implementations.experts)
         self.encoder_scalar = weight(dtype=dtype)
         self.decoder_scalar = weight(dtype=dtype)
 
@@ -70,11 +86,11 @@ class SelfConditioning(nnx.Module):
 class Transformer(nnx.Module):
     """All weights; `encode` for prompts and commits, `denoise` for one pass over a canvas."""
 
-    def __init__(self, config: Config, dtype: str):
-        self.config = config
+    def __init__(self, config: Config, dtype: str, implementations: Implementations):
+        self.config, self.implementations = config, implementations
         self.embedder = Embedder(config.vocab_size, config.hidden_size, dtype)
         self.self_conditioning = SelfConditioning(config, dtype)
-        self.layers = nnx.List([Layer(config, layer, dtype) for layer in config.layers])
+        self.layers = nnx.List([Layer(config, layer, dtype, implementations) for layer in config.layers])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if config.vision is not None:
             self.vision = VisionTower(config, config.vision, dtype)
@@ -113,13 +129,15 @@ class Transformer(nnx.Module):
         return self.final_norm(x), tuple(ks), tuple(vs)
 
 
-def build(config: Config, dtype: str | None = None) -> tuple[nnx.GraphDef, dict]:
+def build(
+    config: Config, dtype: str | None = None, implementations: Implementations = AUTO
+) -> tuple[nnx.GraphDef, dict]:
     """The model's structure and its parameters as shapes, nothing allocated.
 
     Returns (graph, abstract): graph goes to the functional layer together with params; abstract is the nested dict of
     jax.ShapeDtypeStruct that params must match. dtype None: the config's.
     """
-    graph, state = nnx.split(Transformer(config, dtype or config.dtype))
+    graph, state = nnx.split(Transformer(config, dtype or config.dtype, implementations))
     return graph, nnx.to_pure_dict(state)
 
 

@@ -4,10 +4,10 @@ from typing import Literal
 
 from jaxtyping import Float, Float32, Int32
 
-from dgemma_jax.kernels.grouped_matmul import reference
+from dgemma_jax.kernels.grouped_matmul import reference, xla
 from dgemma_jax.shapes import Array
 
-IMPLEMENTATIONS = {"reference": reference.experts}
+IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts}
 
 
 def experts(
@@ -17,14 +17,14 @@ def experts(
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
     *,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Literal["auto", "reference", "xla"] = "auto",
 ) -> Float[Array, "R D"]:
     """out[r] = sum_a weights[r,a] * (gelu(x[r] Wg) * (x[r] Wu)) Wd with the matrices of expert ids[r,a].
 
     x: R tokens. gate_up: F = 2I columns, gate first. weights in fp32; they need not sum to 1. The sum over experts is
     accumulated in fp32 and rounded once. tanh GELU. ids of one token are distinct.
     """
-    name = "reference" if implementation == "auto" else implementation
+    name = "xla" if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"experts: implementation {name!r} is unknown; choose from auto, reference")
+        raise ValueError(f"experts: implementation {name!r} is unknown; choose from auto, {', '.join(IMPLEMENTATIONS)}")
     return IMPLEMENTATIONS[name](x, gate_up, down, weights, ids)

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from dgemma_jax.kernels.mixed_attention import reference
+from dgemma_jax.kernels.mixed_attention import reference, xla
 from dgemma_jax.shapes import CachedKeys, Keys, Lengths, Queries, RowMask
 
-IMPLEMENTATIONS = {"reference": reference.mixed_attention}
+IMPLEMENTATIONS = {"reference": reference.mixed_attention, "xla": xla.mixed_attention}
 
 
 def mixed_attention(
@@ -19,7 +19,7 @@ def mixed_attention(
     causal: RowMask,
     *,
     window: int | None,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Literal["auto", "reference", "xla"] = "auto",
 ) -> Queries:
     """softmax(q . k) v over [cached prefix ; own keys], scale 1, causal row by row.
 
@@ -30,7 +30,9 @@ def mixed_attention(
     A query that sees no key gives zeros; slots never written are never read, whatever they hold.
     Source: transformers' DiffusionGemma, the masks of `generate()`.
     """
-    name = "reference" if implementation == "auto" else implementation
+    name = "xla" if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"mixed_attention: implementation {name!r} is unknown; choose from auto, reference")
+        raise ValueError(
+            f"mixed_attention: implementation {name!r} is unknown; choose from auto, {', '.join(IMPLEMENTATIONS)}"
+        )
     return IMPLEMENTATIONS[name](q, k, v, prefix_k, prefix_v, prefix_length, own_length, causal, window=window)

@@ -4,13 +4,13 @@ from typing import Literal
 
 from jaxtyping import Bool, Float32
 
-from dgemma_jax.kernels.vocab_head import reference
+from dgemma_jax.kernels.vocab_head import reference, xla
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
 from dgemma_jax.shapes import Array, CanvasHidden, PerRow, Table
 
 __all__ = ["TILE", "HeadStats", "vocab_head"]
 
-IMPLEMENTATIONS = {"reference": reference.vocab_head}
+IMPLEMENTATIONS = {"reference": reference.vocab_head, "xla": xla.vocab_head}
 
 
 def vocab_head(
@@ -23,7 +23,7 @@ def vocab_head(
     *,
     softcap: float,
     scale: float,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Literal["auto", "reference", "xla"] = "auto",
 ) -> HeadStats:
     """Soft-capped logits of every position, reduced to argmax, proposal, entropy, log-probability and soft embedding.
 
@@ -31,9 +31,11 @@ def vocab_head(
     draw_temperature[b] once more (0: the proposal is the argmax). uniforms: U = 1 + ceil(V / TILE) numbers in [0, 1)
     per position, see `reference.draw`. scale: the embedding's factor, sqrt(D) rounded to the table's dtype.
     """
-    name = "reference" if implementation == "auto" else implementation
+    name = "xla" if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"vocab_head: implementation {name!r} is unknown; choose from auto, reference")
+        raise ValueError(
+            f"vocab_head: implementation {name!r} is unknown; choose from auto, {', '.join(IMPLEMENTATIONS)}"
+        )
     return IMPLEMENTATIONS[name](
         hidden, table, temperature, draw_temperature, uniforms, suppress, softcap=softcap, scale=scale
     )

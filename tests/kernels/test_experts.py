@@ -1,5 +1,6 @@
 """One suite for every implementation of the expert layer, against a loop over tokens."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from dgemma_jax.kernels.grouped_matmul import IMPLEMENTATIONS, experts
 
 E, D, WIDTH, A = 6, 20, 12, 2
+run = jax.jit(experts, static_argnames="implementation")
 
 
 def gelu(x):
@@ -36,7 +38,7 @@ def by_hand(x, gate_up, down, weights, ids):
 @pytest.mark.parametrize("rows", [1, 3, 9, 33, 63, 99, 256])
 def test_any_number_of_tokens(implementation, rows):
     inputs = case(rows)
-    got = experts(*map(jnp.asarray, inputs), implementation=implementation)
+    got = run(*map(jnp.asarray, inputs), implementation=implementation)
     expected = by_hand(*inputs)
     assert np.abs(np.asarray(got) - expected).max() <= 1e-5 * np.abs(expected).max()
 
@@ -45,7 +47,7 @@ def test_any_number_of_tokens(implementation, rows):
 def test_every_token_may_choose_the_same_experts(implementation):
     x, gate_up, down, weights, ids = case(40)
     ids[:] = [4, 1]
-    got = experts(*map(jnp.asarray, (x, gate_up, down, weights, ids)), implementation=implementation)
+    got = run(*map(jnp.asarray, (x, gate_up, down, weights, ids)), implementation=implementation)
     expected = by_hand(x, gate_up, down, weights, ids)
     assert np.abs(np.asarray(got) - expected).max() <= 1e-5 * np.abs(expected).max()
 
@@ -53,7 +55,16 @@ def test_every_token_may_choose_the_same_experts(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16_is_rounded_once_after_the_sum(implementation):
     inputs = case(16, dtype=jnp.bfloat16)
-    got = experts(*map(jnp.asarray, inputs), implementation=implementation)
+    got = run(*map(jnp.asarray, inputs), implementation=implementation)
     expected = by_hand(*inputs)
     assert got.dtype == jnp.bfloat16
     assert np.abs(np.asarray(got, np.float64) - expected).max() <= 2e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_token_gets_the_same_bits_wherever_it_stands(implementation):
+    x, gate_up, down, weights, ids = map(jnp.asarray, case(64))
+    order = np.random.default_rng(9).permutation(64)
+    straight = run(x, gate_up, down, weights, ids, implementation=implementation)
+    mixed = run(x[order], gate_up, down, weights[order], ids[order], implementation=implementation)
+    assert np.array_equal(np.asarray(straight)[order], mixed)

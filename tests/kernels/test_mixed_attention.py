@@ -1,15 +1,21 @@
 """One suite for every implementation of mixed-causal attention, against a loop over queries and positions."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgemma_jax.kernels.mixed_attention import IMPLEMENTATIONS, mixed_attention
+from dgemma_jax.kernels.mixed_attention import IMPLEMENTATIONS, mixed_attention, xla
 from dgemma_jax.kernels.mixed_attention.reference import visible
 
 T, N, K, H, W = 6, 4, 2, 16, 8
+# Several blocks, of which the last overlaps the one before.
+IMPLEMENTATIONS["xla in blocks"] = partial(xla.mixed_attention, block=3)
+run = jax.jit(mixed_attention, static_argnames=("window", "implementation"))
 
 
 def by_hand(q, k, v, past_k, past_v, own_length, causal, window):
@@ -49,7 +55,7 @@ def case(rng, lengths, own, causal, window, slots, dtype=np.float32, tokens=T):
 
 
 def check(implementation, inputs, expected, window, tolerance):
-    got = mixed_attention(*map(jnp.asarray, inputs), window=window, implementation=implementation)
+    got = run(*map(jnp.asarray, inputs), window=window, implementation=implementation)
     own, causal = inputs[6], inputs[7]
     for b in range(len(expected)):
         counted = slice(0, own[b] if causal[b] else None)  # queries of padding mean nothing
@@ -95,7 +101,7 @@ def test_bfloat16_keeps_a_float32_softmax(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_row_that_sees_nothing_gives_zeros(implementation):
     inputs, _ = case(np.random.default_rng(4), [0], [0], [True], W, W)
-    got = mixed_attention(*map(jnp.asarray, inputs), window=W, implementation=implementation)
+    got = run(*map(jnp.asarray, inputs), window=W, implementation=implementation)
     assert np.array_equal(got, np.zeros_like(got))
 
 

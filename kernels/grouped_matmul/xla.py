@@ -1,0 +1,73 @@
+"""The expert layer over tokens sorted by expert, block by block: only chosen experts are multiplied."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int32
+
+from dgemma_jax.shapes import Array
+
+SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
+
+
+class Plan(NamedTuple):
+    """Where each pair (token, chosen expert) goes: to a slot of its expert's blocks.
+
+    slots: i32[R,A] slot of each pair. tokens: i32[slots] token of each slot, R where a block is not full.
+    expert: i32[blocks] expert of each block. used: blocks that hold anything; the others are never visited.
+    """
+
+    slots: Int32[Array, "R A"]
+    tokens: Int32[Array, " S"]
+    expert: Int32[Array, " blocks"]
+    used: Int32[Array, ""]
+
+
+def plan(ids: Int32[Array, "R A"], experts: int, block: int) -> Plan:
+    """Sort the pairs by expert and pad every expert's share to whole blocks."""
+    R, A = ids.shape
+    blocks = -(-R * A // block) + min(experts, R * A)
+    chosen = ids.reshape(-1)
+    count = jnp.bincount(chosen, length=experts)
+    last = jnp.cumsum(-(-count // block))
+    order = jnp.argsort(chosen, stable=True)
+    rank = jnp.arange(R * A) - (jnp.cumsum(count) - count)[chosen[order]]
+    slot = (last - -(-count // block))[chosen[order]] * block + rank
+    slots = jnp.zeros(R * A, jnp.int32).at[order].set(slot.astype(jnp.int32))
+    tokens = jnp.full(blocks * block, R, jnp.int32).at[slot].set((order // A).astype(jnp.int32))
+    expert = jnp.searchsorted(last, jnp.arange(blocks), side="right").astype(jnp.int32)
+    return Plan(slots.reshape(R, A), tokens, jnp.minimum(expert, experts - 1), last[-1].astype(jnp.int32))
+
+
+def block_size(pairs: int, experts: int) -> int:
+    """Rows per block: the power of two next to an expert's average share, so that blocks are mostly full."""
+    share = max(1, pairs // experts)
+    return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (share - 1).bit_length()))
+
+
+def experts(
+    x: Float[Array, "R D"],
+    gate_up: Float[Array, "E D F"],
+    down: Float[Array, "E I D"],
+    weights: Float32[Array, "R A"],
+    ids: Int32[Array, "R A"],
+) -> Float[Array, "R D"]:
+    """See `dgemma_jax.kernels.grouped_matmul.experts`. The trip count is data, so there is no reverse mode."""
+    E, width, D = down.shape
+    block = block_size(ids.size, E)
+    where = plan(ids, E, block)
+    padded = jnp.concatenate([x, jnp.zeros((1, D), x.dtype)])
+
+    def visit(index: Int32[Array, ""], out: Float32[Array, "S D"]) -> Float32[Array, "S D"]:
+        expert = where.expert[index]
+        rows = padded[jax.lax.dynamic_slice_in_dim(where.tokens, index * block, block)]
+        inner = rows @ jax.lax.dynamic_index_in_dim(gate_up, expert, keepdims=False)
+        hidden = jax.nn.gelu(inner[:, :width], approximate=True) * inner[:, width:]
+        matrix = jax.lax.dynamic_index_in_dim(down, expert, keepdims=False)
+        result = jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(out, result, index * block, axis=0)
+
+    slots = jnp.zeros((where.tokens.shape[0], D), jnp.float32)
+    slots = jax.lax.fori_loop(0, where.used, visit, slots)
+    return jnp.einsum("ra,rad->rd", weights, slots[where.slots]).astype(x.dtype)

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSampler,
     EntropyBoundSamplerConfig,
+    LinearTemperatureScheduleLogitsProcessor,
 )
 
 from . import stream
@@ -133,6 +134,13 @@ def generate(oracle: Oracle, prompts: list[list[int]], seeds: list[int], *, entr
     ):
         out = model.generate(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), **options)
     return Replay(out.sequences[:, ids.shape[1] :].numpy(), out.tokens_per_forward.numpy(), steps, draws.margin)
+
+
+def temperatures(t_min: float, t_max: float, steps: int) -> np.ndarray:
+    """What the logits of each step are divided by, first step first."""
+    schedule = LinearTemperatureScheduleLogitsProcessor(t_min, t_max, steps)
+    left = [torch.tensor(steps - step, dtype=torch.int32) for step in range(steps)]
+    return np.array([1 / schedule(None, torch.ones(1), cur_step=now).item() for now in left])
 
 
 def processors(function):

@@ -36,7 +36,9 @@ def prompts():
 def answers(model, prompts, seeds, slots=4, **changes) -> list[tuple]:
     """(tokens, steps) of every prompt, in the program of four rows unless said otherwise."""
     fields = {"max_new_tokens": checkpoints.CALM.canvas} | SETTINGS | changes
-    completions = model.generate(prompts, sampling=[dg.Sampling(seed=seed, **fields) for seed in seeds], slots=slots)
+    samplings = [dg.Sampling(seed=seed, **fields) for seed in seeds]
+    with jax.default_matmul_precision("highest"):  # the programs of the other tests
+        completions = model.generate(prompts, sampling=samplings, slots=slots)
     return [(tuple(completion.tokens), tuple(completion.steps)) for completion in completions]
 
 

@@ -65,9 +65,11 @@ class Destination:
     def _resumed(self, overwrite: bool) -> Items:
         """The items of an interrupted run of the same job; with overwrite anything else is cleared first."""
         journal = unfinished(self.path)
-        if journal is not None and all(journal.get(name) == value for name, value in self.job.items()):
+        same = journal is not None and all(journal.get(name) == value for name, value in self.job.items())
+        if same and journal["items"]:
             return journal["items"]
-        if any(self.path.iterdir()):
+        first = temporary(self.path / JOURNAL)  # all there is if the very first write was interrupted
+        if not same and any(path != first for path in self.path.iterdir()):
             self._check_replaceable(journal, overwrite)
         self.record({})
         self._clear()
@@ -146,15 +148,19 @@ def with_dtype(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return changed | {"dtype": dtype}
 
 
+def temporary(path: Path) -> Path:
+    """Where a file lies until it is whole."""
+    return path.with_name(path.name + ".tmp")
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes `content` beside `path` and renames it, so that the file is whole or absent, also after a power cut."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary(path), "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+    temporary(path).replace(path)
 
 
 def file_sizes(paths: Iterable[Path]) -> dict[str, list[int]]:

@@ -32,8 +32,8 @@ Prompts are in Gemma's chat format, `<bos><|turn>user\\nQUESTION<turn|>\\n<|turn
 
 ## Size
 
-{layers} layers of width {config.hidden_size}, window {config.sliding_window}, canvas {config.canvas_length}, vocabulary {config.vocab_size};
-{config.num_experts} experts, {config.top_k_experts} per token; stored in bfloat16.
+{layers} layers of width {config.hidden_size}, window {config.sliding_window}, canvas {config.canvas_length};
+{config.num_experts} experts, {config.top_k_experts} per token; vocabulary {config.vocab_size}; stored in bfloat16.
 
 ## Data and training
 
@@ -42,8 +42,8 @@ numbers below 100, letters or words, separated by blanks or commas, to be revers
 
     python -m dgemma_jax.train.tiny
 
-trains it anew: {steps:,} steps of 0.6 s CPU time each, about 25 minutes on two free cores. The run is seeded and goes by
-steps, not by time, so it gives the same weights up to rounding.
+trains it anew: {steps:,} steps of 0.6 s CPU time each, about 25 minutes on two free cores. The run is seeded and goes
+by steps, not by time, so it gives the same weights up to rounding.
 
 ## Figures
 

@@ -68,7 +68,7 @@ def diffusion_loss(
     rows, copies = len(batch.tokens), objective.copies
     denoise_pass, encode_pass = _passes(graph, objective.remat)
 
-    cache = init_cache(config, rows, batch.tokens.shape[1], jnp.float32)
+    cache = init_cache(config, rows, batch.tokens.shape[1], "float32")
     cache = encode_pass(params, batch.tokens, batch.lengths, cache)
     each = (cache, batch.canvas, batch.answer)
     cache, target, answer = jax.tree.map(lambda array: jnp.repeat(array, copies, axis=0), each)

@@ -37,7 +37,7 @@ Prompts are in Gemma's chat format, `<bos><|turn>user\\nQUESTION<turn|>\\n<|turn
 
 ## Data and training
 
-Generated on the fly, no text from anywhere: 4x4 sudokus with one solution and 4 to 10 givens; lists of two to six
+Generated on the fly, no text from anywhere: 4x4 sudokus with one solution and 4 to 12 givens; lists of two to six
 numbers below 100, letters or words, separated by blanks or commas, to be reversed.
 
     python -m dgemma_jax.train.tiny

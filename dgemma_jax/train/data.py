@@ -70,10 +70,10 @@ def lines(cells: Iterable[object]) -> str:
 
 
 def sudoku(rng: random.Random) -> Question:
-    """A 4x4 sudoku with 4 to 10 givens and exactly one solution."""
+    """A 4x4 sudoku with 4 to 12 givens and exactly one solution."""
     while True:
         solution = rng.choice(SOLUTIONS)
-        givens = rng.sample(range(16), rng.randint(4, 10))
+        givens = rng.sample(range(16), rng.randint(4, 12))
         if (_SOLUTION_ARRAY[:, givens] == np.take(solution, givens)).all(1).sum() == 1:
             break
     puzzle = lines(digit if i in givens else "." for i, digit in enumerate(solution))
@@ -81,9 +81,13 @@ def sudoku(rng: random.Random) -> Question:
     return Question(puzzle, head + puzzle, lines(solution))
 
 
+# As many numbers of one digit as of two: lists that people type have both.
+NUMBERS = [*range(10)] * 9 + [*range(10, 100)]
+
+
 def reverse(rng: random.Random) -> Question:
     """A list of two to six numbers below 100, letters or words, separated by spaces or commas, to be reversed."""
-    kind = rng.choice((range(100), range(100), string.ascii_lowercase, ids.LIST_WORDS))
+    kind = rng.choice((range(10), NUMBERS, NUMBERS, string.ascii_lowercase, ids.LIST_WORDS))
     items = [str(rng.choice(kind)) for _ in range(rng.randint(2, 6))]
     comma = rng.choice((" ", ", "))
     head = rng.choice(("Reverse this list: ", "Reverse: ", "Reverse "))

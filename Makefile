@@ -2,11 +2,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-newest soak lint clean
+.PHONY: demo test test-newest lint clean
 
 demo: $(VENV)/.demo  ## install, then let the bundled model answer a few prompts
 	$(BIN)/dgemma generate --seed 1 \
-	  "$$(printf 'Solve this sudoku:\n.1.3\n3.1.\n.3.1\n1.3.')" \
+	  "$$(printf 'Solve this sudoku:\n1...\n..3.\n.4..\n...2')" \
 	  "Reverse this list: 12 7 93 4 55 8" "Reverse q w e r t y"
 
 test: $(VENV)/.test lint test-newest  ## what CI runs

@@ -8,8 +8,11 @@ dtype, shape and checksum (crc32 of its bytes in C order, little endian).
 from __future__ import annotations
 
 import json
+import logging
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -120,7 +123,7 @@ def save(path: Path, tree: Mapping[str, Any]) -> None:
     """Writes a nested dict of arrays as one Orbax checkpoint, which appears at `path` when it is whole."""
     import orbax.checkpoint as ocp
 
-    with _checkpointer() as checkpointer:
+    with _quiet(), _checkpointer() as checkpointer:
         checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
 
 
@@ -134,7 +137,7 @@ def restore(path: Path, wanted: list[tuple[str, ...]]) -> list[np.ndarray]:
     if not (path / TREE).is_file():
         raise ValueError(f"{path} is missing{AGAIN}")
     try:
-        with _checkpointer() as checkpointer:
+        with _quiet(), _checkpointer() as checkpointer:
             request = ocp.args.PyTreeRestore(item=args, restore_args=args, partial_restore=True)
             tree = checkpointer.restore(path.absolute(), args=request)
     except Exception as error:  # Orbax passes on whatever its storage libraries raise
@@ -143,9 +146,34 @@ def restore(path: Path, wanted: list[tuple[str, ...]]) -> list[np.ndarray]:
 
 
 def first_line(error: Exception) -> str:
-    """The beginning of an error of the storage libraries, which write long ones."""
+    """The first line of an error of the storage libraries; of a long one its end, where the cause is."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text if len(text) <= 200 else text[:200] + "..."
+    return text if len(text) <= 200 else "..." + text[-200:]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what Orbax writes to standard error about a failure from it: the exception says the same.
+
+    Reads that end after another one failed call into an event loop that is closed by then, so that the filter of those
+    complaints stays once something has failed.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+
+    def filtered(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    def nothing(_: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(nothing)
+    sys.unraisablehook = filtered
+    try:
+        yield
+        sys.unraisablehook = hook
+    finally:
+        logger.removeFilter(nothing)
 
 
 def is_converted(directory: Path) -> bool:
@@ -208,7 +236,7 @@ def open_tree(path: Path, canonical: Callable[[tuple[str, ...]], str], stacked: 
 
     ValueError if the tree cannot be read.
     """
-    with _checkpointer() as checkpointer:
+    with _quiet(), _checkpointer() as checkpointer:
         metadata = checkpointer.metadata(path.absolute()).item_metadata
     if metadata is None:
         raise ValueError(f"{path} is no Orbax tree that can be read; download it again")

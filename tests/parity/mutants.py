@@ -126,9 +126,9 @@ def encoder_window_is_one_narrower(subject):
 def commit_is_bidirectional(subject):
     original = attention.mixed_attention
 
-    def change(q, k, v, prefix_k, prefix_v, prefix_length, own_length, causal, *, window):
+    def change(q, k, v, prefix_k, prefix_v, prefix_length, own_length, causal, **how):
         causal = causal & (prefix_length == 0)
-        return original(q, k, v, prefix_k, prefix_v, prefix_length, own_length, causal, window=window)
+        return original(q, k, v, prefix_k, prefix_v, prefix_length, own_length, causal, **how)
 
     subject.patch.setattr(attention, "mixed_attention", change)
 

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dgemma_jax.kernels.mixed_attention import reference as attention_reference
-from dgemma_jax.model import attention
-from dgemma_jax.model.transformer import merge
+from dgemma_jax.model.transformer import Implementations, build, merge
 
 from . import mutants_layers  # noqa: F401  (adds its mutants to the list)
 from .mutants import MUTANTS, Subject
@@ -48,8 +46,8 @@ def worst(pair, subject: Subject) -> float:
 def subject(pair_of, monkeypatch):
     """Our model, run operation by operation with the reference kernels, which the mutants patch."""
     ours = pair_of("narrow").ours
-    monkeypatch.setattr(attention, "mixed_attention", attention_reference.mixed_attention)
-    return Subject(Ours(ours.graph, ours.params, ours.config, compiled=False), monkeypatch)
+    graph, _ = build(ours.config, implementations=Implementations("reference", "reference", "reference"))
+    return Subject(Ours(graph, ours.params, ours.config, compiled=False), monkeypatch)
 
 
 def test_without_a_mutation_all_agree(pair_of, subject):

@@ -6,11 +6,7 @@ import pytest
 
 from . import checkpoints
 from .ours import Ours
-
-try:
-    from .pairs import Pair
-except ImportError:  # no torch: the tests marked parity are skipped, the others need no oracle
-    Pair = None
+from .pairs import Pair
 
 FORWARD = (checkpoints.NARROW, checkpoints.WIDE)
 SHAPES = {shape.name: shape for shape in (*FORWARD, checkpoints.CALM, checkpoints.CALM_WIDE)}
@@ -35,8 +31,6 @@ def pair_of(loaded):
 
     @cache
     def get(name: str):
-        if Pair is None:
-            pytest.skip("torch and transformers are not installed")
         return Pair.make(SHAPES[name], *loaded(name))
 
     return get

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -109,10 +110,12 @@ def record(array: np.ndarray) -> dict[str, Any]:
     return {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": checksum(array)}
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    """Uncompressed: weights shrink by a fifth and take several times as long to write.
+@cache
+def _checkpointer(purpose: str) -> ocp.Checkpointer:
+    """One for saving and one for reading, since a conversion does both at once; making one takes a while.
 
-    Orbax is imported where it is used, so that loading from safetensors does not wait for it.
+    Uncompressed: weights shrink by a fifth and take several times as long to write. Orbax is imported where it is used,
+    so that loading from safetensors does not wait for it.
     """
     import orbax.checkpoint as ocp
 
@@ -121,10 +124,13 @@ def _checkpointer() -> ocp.Checkpointer:
 
 def save(path: Path, tree: Mapping[str, Any]) -> None:
     """Writes a nested dict of arrays as one Orbax checkpoint, which appears at `path` when it is whole."""
+    import jax
     import orbax.checkpoint as ocp
 
-    with _quiet(), _checkpointer() as checkpointer:
-        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
+    # Orbax copies numpy arrays before it writes them, jax's not.
+    arrays = jax.device_put(tree, jax.devices("cpu")[0], may_alias=True)
+    with _quiet():
+        _checkpointer("save").save(path.absolute(), args=ocp.args.PyTreeSave(arrays))
 
 
 def restore(path: Path, wanted: list[tuple[str, ...]]) -> list[np.ndarray]:
@@ -137,9 +143,9 @@ def restore(path: Path, wanted: list[tuple[str, ...]]) -> list[np.ndarray]:
     if not (path / TREE).is_file():
         raise ValueError(f"{path} is missing{AGAIN}")
     try:
-        with _quiet(), _checkpointer() as checkpointer:
+        with _quiet():
             request = ocp.args.PyTreeRestore(item=args, restore_args=args, partial_restore=True)
-            tree = checkpointer.restore(path.absolute(), args=request)
+            tree = _checkpointer("restore").restore(path.absolute(), args=request)
     except Exception as error:  # Orbax passes on whatever its storage libraries raise
         raise ValueError(f"{path} cannot be read ({first_line(error)}){AGAIN}") from error
     return [leaf(tree, keys) for keys in wanted]
@@ -236,8 +242,8 @@ def open_tree(path: Path, canonical: Callable[[tuple[str, ...]], str], stacked: 
 
     ValueError if the tree cannot be read.
     """
-    with _quiet(), _checkpointer() as checkpointer:
-        metadata = checkpointer.metadata(path.absolute()).item_metadata
+    with _quiet():
+        metadata = _checkpointer("restore").metadata(path.absolute()).item_metadata
     if metadata is None:
         raise ValueError(f"{path} is no Orbax tree that can be read; download it again")
     tensors: dict[str, Stored] = {}

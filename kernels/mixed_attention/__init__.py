@@ -3,9 +3,21 @@
 from typing import Literal
 
 from dgemma_jax.kernels.mixed_attention import reference, xla
-from dgemma_jax.shapes import CachedKeys, Keys, Lengths, Queries, RowMask
+from dgemma_jax.shapes import Array, CachedKeys, Keys, Lengths, Queries, RowMask
 
-IMPLEMENTATIONS = {"reference": reference.mixed_attention, "xla": xla.mixed_attention}
+
+def _pallas(*arguments: Array, window: int | None) -> Queries:
+    """`pallas.mixed_attention`, whose backend is a fifth of a second to import: only for those who choose it."""
+    from dgemma_jax.kernels.mixed_attention import pallas
+
+    return pallas.mixed_attention(*arguments, window=window)
+
+
+IMPLEMENTATIONS = {
+    "reference": reference.mixed_attention,
+    "xla": xla.mixed_attention,
+    "pallas": _pallas,
+}
 
 
 def mixed_attention(
@@ -19,7 +31,7 @@ def mixed_attention(
     causal: RowMask,
     *,
     window: int | None,
-    implementation: Literal["auto", "reference", "xla"] = "auto",
+    implementation: Literal["auto", "reference", "xla", "pallas"] = "auto",
 ) -> Queries:
     """softmax(q . k) v over [cached prefix ; own keys], scale 1, causal row by row.
 

@@ -9,13 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgemma_jax.kernels.mixed_attention import IMPLEMENTATIONS, mixed_attention, xla
+from dgemma_jax.kernels.mixed_attention import IMPLEMENTATIONS, mixed_attention, pallas, xla
 from dgemma_jax.kernels.mixed_attention.reference import visible
 
 T, N, K, H, W = 6, 4, 2, 16, 8
 # Several blocks, of which the last overlaps the one before.
 IMPLEMENTATIONS["xla in blocks"] = partial(xla.mixed_attention, block=3)
-run = jax.jit(mixed_attention, static_argnames=("window", "implementation"))
+# Several tiles of queries, several blocks of keys, of which the last is short, and a prefix shared by three programs.
+IMPLEMENTATIONS["pallas in tiles"] = partial(pallas.mixed_attention, tile=pallas.Tile(16, 16, 4, 1), splits=3)
+# Unoptimised: nearly all of the time goes into compiling, not into these few numbers.
+run = jax.jit(
+    mixed_attention,
+    static_argnames=("window", "implementation"),
+    compiler_options={"xla_backend_optimization_level": 0},
+)
 
 
 def by_hand(q, k, v, past_k, past_v, own_length, causal, window):
@@ -38,9 +45,10 @@ def by_hand(q, k, v, past_k, past_v, own_length, causal, window):
     return out
 
 
-def case(rng, lengths, own, causal, window, slots, dtype=np.float32, tokens=T):
+def case(rng, lengths, own, causal, window, slots, dtype=np.float32, tokens=T, heads=(N, K, H)):
     """Inputs of the op and the answer by hand; slots that were never written hold NaN."""
     draw = lambda *shape: rng.normal(0, 0.5, shape).astype(dtype)  # noqa: E731
+    N, K, H = heads
     q, k, v = draw(len(lengths), tokens, N, H), draw(len(lengths), tokens, K, H), draw(len(lengths), tokens, K, H)
     prefix_k, prefix_v = np.full((2, len(lengths), slots, K, H), np.nan, dtype)
     expected = []
@@ -105,6 +113,54 @@ def test_a_row_that_sees_nothing_gives_zeros(implementation):
     assert np.array_equal(got, np.zeros_like(got))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("heads, window, slots", [((4, 2, 256), 24, 40), ((8, 1, 512), None, 100)])
+def test_wide_heads_commit_denoise_and_pad_over_several_tiles(implementation, heads, window, slots):
+    """The widths of 26B, its groups of 2 and 8 heads; passes longer than the window and than a tile."""
+    lengths = [57, 57, 0, 23, 0, 40] if window else [57, 100, 0, 23, 0, 64]
+    rows = [33, 33, 33, 5, 0, 17], [True, False, False, True, True, True]
+    inputs, expected = case(np.random.default_rng(5), lengths, *rows, window, slots, tokens=33, heads=heads)
+    check(implementation, inputs, expected, window, 1e-4 if heads[2] == 512 else 2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rings_wrap_at_every_border_of_a_block(implementation, causal):
+    lengths = [0, 1, 15, 16, 17, 23, 24, 25, 31, 32, 39, 40, 41, 55, 56, 57, 71, 79, 80, 81, 200]
+    rows = [20] * len(lengths), [causal] * len(lengths)
+    inputs, expected = case(np.random.default_rng(6), lengths, *rows, 24, 40, tokens=20, heads=(2, 1, H))
+    check(implementation, inputs, expected, 24, 1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_heads_and_groups_that_are_no_power_of_two(implementation):
+    rows = [9, 9], [True, False]
+    inputs, expected = case(np.random.default_rng(7), [3, 30], *rows, None, 30, tokens=9, heads=(6, 2, 24))
+    check(implementation, inputs, expected, None, 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "pallas in tiles"])
+def test_pallas_bfloat16_with_several_blocks_of_a_long_prefix(implementation):
+    rows = [16, 16, 16], [True, False, True]
+    inputs, expected = case(
+        np.random.default_rng(8), [500, 512, 130], *rows, None, 512, dtype=jnp.bfloat16, tokens=16, heads=(2, 1, 64)
+    )
+    check(implementation, inputs, expected, None, 3e-2)
+
+
+def test_pallas_splits_a_long_prefix_only_where_few_programs_run():
+    assert pallas.splits_for(programs=128, slots=262144) == 1
+    assert pallas.splits_for(programs=200, slots=262144) == 1
+    assert pallas.splits_for(programs=32, slots=262144) == 4
+    assert pallas.splits_for(programs=1, slots=8192) == 4
+    assert pallas.splits_for(programs=1, slots=100) == 1
+
+
+def test_pallas_refuses_heads_wider_than_its_tiles():
+    with pytest.raises(ValueError, match="up to 512 wide, not 1024"):
+        pallas.tile_for(1024, itemsize=2)
+
+
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(0, 40), own=st.integers(0, T), causal=st.booleans(), slots=st.sampled_from([W, 2 * W, 48]))
 def test_the_mask_is_the_ring_read_in_order(length, own, causal, slots):
@@ -119,5 +175,5 @@ def test_the_mask_is_the_ring_read_in_order(length, own, causal, slots):
 
 def test_an_unknown_implementation_is_refused():
     inputs, _ = case(np.random.default_rng(4), [1], [T], [True], W, W)
-    with pytest.raises(ValueError, match="flash_attn"):
+    with pytest.raises(ValueError, match="'flash_attn' is unknown; choose from auto, reference, xla, pallas"):
         mixed_attention(*map(jnp.asarray, inputs), window=W, implementation="flash_attn")

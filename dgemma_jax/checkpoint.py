@@ -69,7 +69,7 @@ def resolve(name: str | Path) -> Path:
     """The model directory that `name` means. Uses no network."""
     if str(name) == "tiny":
         return _model_directory(BUNDLED / "tiny")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # as it stands where there is no such user
     if path.suffix == ".gguf":
         raise ValueError(f"{path}: GGUF files cannot be read; use a safetensors checkpoint, for instance {RELEASE}")
     if path.is_file():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dgemma_jax.config import is_int, is_number, is_positive
+from dgemma_jax.config import is_int, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,13 @@ def _required(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return converted
 
 
+def _positive(value: Any) -> bool:
+    """What the device, which counts in 32 bits, can tell from zero and from infinity."""
+    return is_number(value) and 1e-30 <= value <= 1e30
+
+
 def _not_negative(value: Any) -> bool:
-    return is_number(value) and value >= 0
+    return is_number(value) and (value == 0 or _positive(value))
 
 
 def _ids(value: Iterable[int] | None) -> tuple[int, ...]:
@@ -75,16 +80,17 @@ def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
     return strings
 
 
+INT32 = 2**31 - 1
 _IDS = "a list of token ids (integers from 0), or None for none"
 _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "max_new_tokens": (_integer(1), "a positive integer, or None for the rest of the context"),
-    "max_denoising_steps": (_required(_integer(1)), "a positive integer"),
-    "entropy_bound": (_required(_real(is_positive)), "a positive number"),
-    "t_min": (_real(_not_negative), "a number from 0, or None for no temperature"),
-    "t_max": (_real(is_positive), "a positive number, or None for no temperature"),
-    "stability_threshold": (_integer(0), "an integer from 0, or None for no early stop"),
-    "confidence_threshold": (_real(is_positive), "a positive number, or None for no early stop"),
-    "temperature": (_real(_not_negative), "a number from 0, or None for the schedule alone"),
+    "max_denoising_steps": (_required(_integer(1, INT32)), "a positive integer below 2**31"),
+    "entropy_bound": (_required(_real(_positive)), "a number in 1e-30 .. 1e30"),
+    "t_min": (_real(_not_negative), "0 or a number in 1e-30 .. 1e30, or None for no temperature"),
+    "t_max": (_real(_positive), "a number in 1e-30 .. 1e30, or None for no temperature"),
+    "stability_threshold": (_integer(0, INT32), "an integer from 0 and below 2**31, or None for no early stop"),
+    "confidence_threshold": (_real(_positive), "a number in 1e-30 .. 1e30, or None for no early stop"),
+    "temperature": (_real(_not_negative), "0 or a number in 1e-30 .. 1e30, or None for the schedule alone"),
     "seed": (_integer(0, 2**63 - 1), "an integer in 0 .. 2**63 - 1, or None for a fresh one"),
     "stop": (_strings, "a non-empty string or a list of them, or None for none"),
     "stop_token_ids": (_ids, _IDS),

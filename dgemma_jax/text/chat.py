@@ -12,6 +12,9 @@ from dgemma_jax.text.schema import declare
 from dgemma_jax.text.segments import PLACEHOLDERS, Segments, json_object
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_KINDS = {"reasoning": str, "reasoning_content": str, "name": str}
+_KINDS |= {"tool_calls": list | tuple, "tool_responses": list | tuple}
+_NAMES = {str: "a string", list | tuple: "a list"}
 
 
 def render_chat(
@@ -45,9 +48,28 @@ def encode_chat(
 def segments(messages, tools=None, thinking=False, add_generation_prompt=True, template=None) -> Segments:
     """The prompt of a conversation in pieces, each a control token or text."""
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            got = message.get("role") if isinstance(message, Mapping) else message
-            raise ValueError(f"messages[{index}].role: expected one of {', '.join(ROLES)}, got {got!r:.80}")
+        _check(message, f"messages[{index}]")
+    try:
+        return _segments(messages, tools, thinking, add_generation_prompt, template)
+    except RecursionError:
+        raise ValueError("messages and tools: nested too deeply, or holding themselves; pass flat values") from None
+
+
+def _check(message, path: str) -> None:
+    """Raises ValueError for a message whose parts are not of the kinds that OpenAI's format has."""
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        got = message.get("role") if isinstance(message, Mapping) else message
+        raise ValueError(f"{path}.role: expected one of {', '.join(ROLES)}, got {got!r:.80}")
+    for key, kind in _KINDS.items():
+        if not isinstance(message.get(key), kind | None):
+            raise ValueError(f"{path}.{key}: expected {_NAMES[kind]}, got {message[key]!r:.80}")
+    for key in ("tool_calls", "tool_responses"):
+        for index, item in enumerate(message.get(key) or ()):
+            if not isinstance(item, Mapping):
+                raise ValueError(f"{path}.{key}[{index}]: expected an object, got {item!r:.80}")
+
+
+def _segments(messages, tools, thinking: bool, add_generation_prompt: bool, template: str | None) -> Segments:
     if template is not None:
         from dgemma_jax.text.template import template_segments  # needs transformers
 
@@ -177,22 +199,25 @@ class _Turns:
 
 def _parts(content, path: str) -> list[tuple[str, str]]:
     """(kind, text) of content given as a list of parts."""
-    if not isinstance(content, Sequence):
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ValueError(f"{path}: expected a string or a list of parts, got {type(content).__name__}")
     parts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" and kind not in PLACEHOLDERS:
+        if not isinstance(kind, str) or (kind != "text" and kind not in PLACEHOLDERS):
             raise ValueError(
                 f"{path}[{index}].type: expected text, {', '.join(PLACEHOLDERS)}; got {kind or part!r:.60}"
             )
-        parts.append((kind, part.get("text") or "" if kind == "text" else ""))
+        text = (part.get("text") or "") if kind == "text" else ""
+        if not isinstance(text, str):
+            raise ValueError(f"{path}[{index}].text: expected a string, got {text!r:.60}")
+        parts.append((kind, text))
     return parts
 
 
 def _call(out: Segments, call: Mapping, path: str, new: bool) -> None:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not function.get("name"):
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError(f"{path}.function: expected a name and arguments, got {function!r:.80}")
     path = f"{path}.function.arguments"
     arguments = json_object(function.get("arguments"), path)

@@ -12,6 +12,7 @@ _UNCARRIED = {"not", "if", "then", "else", "patternProperties", "propertyNames",
 _UNCARRIED |= {"dependentRequired", "contains", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"}
 _COMBINED = {"allOf", "anyOf", "oneOf"}
 _KEPT_EMPTY = {"default", "additionalProperties"}
+_SHAPES = {"properties": Mapping, "required": list | tuple, "enum": list | tuple, "description": str}
 _MAX_DEPTH, _MAX_COUNT = 64, 10_000  # a schema of references can double at each level
 _PYTHON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
@@ -21,6 +22,9 @@ def function_of(tool: Mapping, path: str = "tools[]") -> Mapping:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError(f"{path}: expected a function with a name, got {tool!r:.80}; see the OpenAI tool format")
+    for key, kind, name in (("description", str, "text"), ("parameters", Mapping, "a schema")):
+        if not isinstance(function.get(key), kind | None):
+            raise ValueError(f"{path}.{key}: expected {name}, got {function[key]!r:.80}; see the OpenAI tool format")
     return function
 
 
@@ -82,12 +86,14 @@ class _Normaliser:
         for key, value in schema.items():
             if key in _UNCARRIED:
                 self.problems.append(f"{path}: {key} has no place in a declaration")
+            elif value is not None and not isinstance(value, _SHAPES.get(key, object)):
+                self.problems.append(f"{path}: {key} is {value!r:.60}, which no schema has there")
             elif key == "type":
                 types = [str(name).lower() for name in _list(value)]
                 out["nullable"] = out.get("nullable", False) or ("null" in types and len(types) > 1)
                 types = [name for name in types if name != "null"] or types
                 out["type"] = types[0] if len(types) == 1 else types
-            elif key == "properties" and isinstance(value, Mapping):
+            elif key == "properties" and value:
                 out[key] = {str(k): self.schema(v, f"{path}.{k}", seen) for k, v in value.items()}
             elif key == "items" and value:
                 out[key] = self.schema(value, f"{path}[]", seen)

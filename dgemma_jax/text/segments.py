@@ -1,6 +1,7 @@
 """A prompt as segments: control tokens, and text in which no control token is recognised."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -55,16 +56,16 @@ class Segments:
                 return self.quoted(value, path)
             case bool():
                 return self.text("true" if value else "false")
-            case int() | float():
+            case int() | float() if math.isfinite(value):
                 return self.text(str(value))
             case Mapping():
                 return self.text("{").pairs(value, path).text("}")
-            case Sequence():
+            case Sequence() if not isinstance(value, bytes | bytearray):
                 self.text("[")
                 for index, item in enumerate(value):
                     self.text("," if index else "").value(item, path and f"{path}[{index}]")
                 return self.text("]")
-        raise ValueError(f"{path or 'value'}: expected a JSON value, got {type(value).__name__}; convert it first")
+        raise ValueError(f"{path or 'value'}: expected a JSON value, got {value!r:.80}; convert it first")
 
     def pairs(self, mapping: Mapping, path: str | None = None) -> "Segments":
         """The inside of an object."""

@@ -141,7 +141,7 @@ def report(directory: Path, problems: list[Problem]) -> str:
     """One line per kind of problem; tensors that differ only in the layer number share a line."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for kind, name, detail in problems:
-        before, number, after = re.fullmatch(r"(.*?layers\.|)(\d*)(.*)", name).groups()
+        before, number, after = re.fullmatch(r"(.*?layers\.|)(\d*)(.*)", name, re.DOTALL).groups()
         detail = detail.replace(f"layers.{number}.", "layers.N.") if number else detail
         groups[kind, before, after, detail].append(int(number or -1))
     lines = [

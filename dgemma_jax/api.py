@@ -3,7 +3,7 @@
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -160,18 +160,22 @@ class Model:
     def _requests(
         self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, seed: int | None
     ) -> list[Request]:
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
+        prompts = [prompts] if isinstance(prompts, str) else _list(prompts, "prompts", "text, or a list of prompts")
+        samplings = (
+            [sampling] * len(prompts)
+            if isinstance(sampling, Sampling | None)
+            else _list(sampling, "sampling", "a dg.Sampling, or one per prompt")
+        )
         if len(samplings) != len(prompts):
             raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; pass one, or one per prompt")
         shared = Sampling(seed=seed).seed
-        return [
-            self._request(prompt, own or Sampling(), shared) for prompt, own in zip(prompts, samplings, strict=True)
-        ]
+        return [self._request(prompt, own, shared) for prompt, own in zip(prompts, samplings, strict=True)]
 
-    def _request(self, prompt: Prompt, sampling: Sampling, seed: int | None) -> Request:
+    def _request(self, prompt: Prompt, sampling: Sampling | None, seed: int | None) -> Request:
         ids = self._encode(prompt)
-        sampling = sampling.merged(self.defaults)
+        if not isinstance(sampling, Sampling | None):
+            raise ValueError(f"sampling is {sampling!r:.60}; expected a dg.Sampling, or one per prompt")
+        sampling = (sampling or Sampling()).merged(self.defaults)
         self._check(sampling)
         room = self.max_model_len - len(ids)
         if room < 1:
@@ -185,23 +189,26 @@ class Model:
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(NO_TOKENIZER)
-            if not prompt:
-                raise ValueError("prompt '' is empty; expected text or a list of token ids")
-            ids, bos = self.tokenizer.encode(prompt), self.config.bos_token_id
-            return tuple(ids if bos is None or ids[:1] == [bos] else [bos, *ids])
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+            ids = self._encode_text(prompt)
+        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+            ids = prompt
+        else:
             raise ValueError(
-                f"prompt {prompt!r} is neither text nor a list of token ids; one prompt of ids is [[1, 2]]"
+                f"prompt {prompt!r:.60} is neither text nor a list of token ids; one prompt of ids is [[1, 2]]"
             )
+        if len(ids) == 0:
+            raise ValueError(f"prompt {prompt!r} is empty; expected text or at least one token id")
         vocab = self.config.vocab_size
-        bad = next((id for id in prompt if not is_int(id) or id >= vocab), None)
+        bad = next((id for id in ids if not is_int(id) or id >= vocab), None)
         if bad is not None:
-            raise ValueError(f"prompt holds token id {bad!r}; expected integers in 0 .. {vocab - 1}")
-        if len(prompt) == 0:
-            raise ValueError("prompt [] is empty; expected at least one token id")
-        return tuple(int(id) for id in prompt)
+            raise ValueError(f"prompt holds token id {bad!r:.60}; expected integers in 0 .. {vocab - 1}")
+        return tuple(int(id) for id in ids)
+
+    def _encode_text(self, prompt: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        ids, bos = self.tokenizer.encode(prompt), self.config.bos_token_id
+        return ids if not ids or bos is None or ids[0] == bos else [bos, *ids]
 
     def _check(self, sampling: Sampling) -> None:
         """What a Sampling asks for must exist in this model."""
@@ -216,6 +223,12 @@ class Model:
             raise ValueError(
                 f"stop {sampling.stop[0]!r} needs a tokenizer; use stop_token_ids or load with tokenizer=PATH"
             )
+
+
+def _list(value, name: str, expected: str) -> list:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {value!r:.60}; expected {expected}")
+    return list(value)
 
 
 def _is_conversation(prompt: Prompt | Sequence[Mapping]) -> bool:

@@ -105,9 +105,9 @@ def _hub_cache() -> Path:
     """Where Hugging Face tools keep downloaded repositories."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
+            return Path(os.path.expanduser(os.environ[variable]))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HOME") or cache).expanduser() / "hub"
+    return Path(os.path.expanduser(os.environ.get("HF_HOME") or cache)) / "hub"
 
 
 def _snapshot(repo: str, revision: str) -> Path:
@@ -129,7 +129,7 @@ def _snapshot(repo: str, revision: str) -> Path:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 

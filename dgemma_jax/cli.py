@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv: without the program's name; None is the command line of this process.
     """
+    _open_streams()
     args = _parser().parse_args(argv)
     logging.basicConfig(format="dgemma: %(message)s")
     try:
@@ -38,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _leave(EXIT_INTERRUPTED)
         return EXIT_INTERRUPTED
     return 0
+
+
+def _open_streams() -> None:
+    """A standard stream that the caller closed reads as empty and swallows what is written, instead of being None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (for the rest of the process)
 
 
 def _leave(code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
@@ -131,8 +132,8 @@ class Conversation:
 def read_tools(path: str) -> list[dict[str, Any]]:
     """The functions declared in a JSON file: a list in OpenAI's format. ValueError if it holds anything else."""
     try:
-        tools = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except ValueError as error:
+        tools = json.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(tools, list):
         raise ValueError(f"{path} holds {type(tools).__name__}; expected a list of tools in OpenAI's format")
@@ -144,6 +145,6 @@ def read_tools(path: str) -> list[dict[str, Any]]:
 def _json_object(text: str) -> dict | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from argparse import Namespace
@@ -26,7 +27,7 @@ def run(args: Namespace) -> None:
     with byte_progress() as progress:
         done = convert(
             opened.weights,
-            Path(args.target).expanduser(),
+            Path(os.path.expanduser(args.target)),
             opened.config,
             opened.abstract,
             dtype=args.dtype,

@@ -28,7 +28,10 @@ def is_int(value: object, low: int = 0) -> bool:
 
 def is_number(value: object) -> bool:
     """A finite real number (a bool is none)."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def is_positive(value: object) -> bool:

@@ -255,3 +255,14 @@ def test_progress_on_a_terminal_stays_out_of_standard_output(loaded, capsys, mon
     monkeypatch.setattr("dgemma_jax.cli_generate.Console", lambda stderr: Console(stderr=stderr, force_terminal=True))
     code, out, err = run(capsys, *arguments)
     assert code == 0 and out == plain and "2/2" in err and "40 tokens" in err
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_empty(closed):
+    program = "import sys; from dgemma_jax.cli import main; sys.exit(main(['generate', '--max-new-tokens', '0']))"
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == (0 if "2>&-" in closed else 1)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -251,6 +252,32 @@ def test_bad_requests_are_refused_in_one_line(model, prompts, chosen, message):
     with pytest.raises(ValueError, match=message) as error:
         model.generate(prompts, sampling=dg.Sampling(**chosen))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"w5", {"prompt": "w5"}, np.array(3)])
+def test_prompts_of_another_kind_are_refused(model, prompts):
+    with pytest.raises(ValueError, match="prompt"):
+        model.generate(prompts)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", 5, {"max_new_tokens": 3}, [{}], [None, 3]])
+def test_samplings_of_another_kind_are_refused(model, sampling):
+    with pytest.raises(ValueError, match="sampling"):
+        model.generate([[1]] if sampling != [None, 3] else [[1], [2]], sampling)
+
+
+def test_ids_come_as_any_sequence_of_integers(model):
+    by_list = run(model, [5, 6, 7])
+    for ids in ((5, 6, 7), np.array([5, 6, 7]), np.array([5, 6, 7], np.uint8)):
+        assert run(model, ids) == by_list
+
+
+def test_a_tokenizer_beyond_the_vocabulary_is_noticed(model):
+    words = {f"w{i}": i for i in range(200)}
+    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(ValueError, match=r"token id 150; expected integers in 0 .. 95"):
+        variant(model, tokenizer=Tokenizer(backend)).generate("w150")
 
 
 def test_bad_arguments_are_refused(model):

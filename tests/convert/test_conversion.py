@@ -11,7 +11,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from convert_helpers import assert_same_params, contents, convert_model, manifest, params_of
-from parity.checkpoints import NARROW, WIDE, random_tensors, write
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -19,6 +18,7 @@ import dgemma_jax as dg
 from dgemma_jax.checkpoint import open_checkpoint, open_directory
 from dgemma_jax.convert import hf, orbax_files
 from dgemma_jax.convert.table import by_item
+from tests.parity.checkpoints import NARROW, WIDE, random_tensors, write
 
 SMALL = replace(WIDE, layers="SF")
 
@@ -172,7 +172,7 @@ def test_items_are_the_parts_of_the_model():
 @pytest.mark.parity
 def test_transformers_loads_what_is_written_and_computes_the_same(tmp_path):
     pytest.importorskip("torch")
-    from parity.oracle import Oracle
+    from tests.parity.oracle import Oracle
 
     source = write(tmp_path / "source", NARROW)
     convert_model(source, tmp_path / "orbax")

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from convert_helpers import contents, convert_model, in_child, params_of
-from parity.checkpoints import WIDE, random_tensors, write
 from safetensors.numpy import save_file
 
 from dgemma_jax.checkpoint import open_directory
@@ -21,6 +20,7 @@ from dgemma_jax.cli import main
 from dgemma_jax.convert import destination, orbax_files
 from dgemma_jax.convert.conversion import verify
 from dgemma_jax.convert.weights import WeightsError
+from tests.parity.checkpoints import WIDE, random_tensors, write
 
 SMALL = replace(WIDE, layers="SF")
 
@@ -83,7 +83,7 @@ def test_too_little_room_is_told_before_anything_is_written(source, tmp_path, mo
     usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(destination.shutil, "disk_usage", lambda path: usage)
     err = error_of(capsys, "convert", source, tmp_path / "target")
-    assert re.search(r"target needs 0\.00 GB more, 0\.00 GB are free; make room", err)
+    assert re.search(r"target needs 1\.6 MB more, 1\.0 MB are free; make room", err)
 
 
 def test_targets_that_cannot_be_made(source, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from convert_helpers import assert_same_params, convert_model, manifest, params_of
-from parity.checkpoints import WIDE, random_tensors, write
 from safetensors.numpy import save_file
 
 from dgemma_jax.checkpoint import open_directory
@@ -20,6 +19,7 @@ from dgemma_jax.convert import google, hf
 from dgemma_jax.convert.table import leaf, stacked_shape
 from dgemma_jax.convert.weights import WeightsError
 from dgemma_jax.model.transformer import build
+from tests.parity.checkpoints import WIDE, random_tensors, write
 
 SHAPE = replace(WIDE, layers="SSFSSF", full_kv_heads=1, name="google")  # a pattern of three, twice
 GOLDEN = Path(__file__).parents[1] / "golden" / "google_26b.txt"

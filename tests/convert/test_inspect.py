@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tokenizers
 from convert_helpers import convert_model, manifest
-from parity.checkpoints import WIDE, tensor_shapes, write
 from rich.console import Console
 from test_google import FORMS, tied_tensors, write_tree
 
@@ -20,6 +19,7 @@ from dgemma_jax.config import gemma_26b_a4b
 from dgemma_jax.convert import hf
 from dgemma_jax.convert.table import leaf
 from dgemma_jax.model.transformer import build
+from tests.parity.checkpoints import WIDE, tensor_shapes, write
 
 SMALL = replace(WIDE, layers="SF")
 

@@ -18,12 +18,12 @@ from convert_helpers import (
     manifest,
     params_of,
 )
-from parity.checkpoints import NARROW, WIDE, write
 
 from dgemma_jax.checkpoint import open_directory
 from dgemma_jax.convert.conversion import OrbaxTarget
 from dgemma_jax.convert.destination import JOURNAL, Destination
 from dgemma_jax.convert.orbax_files import MANIFEST
+from tests.parity.checkpoints import NARROW, WIDE, write
 
 SMALL = replace(WIDE, layers="SF")
 KILLS = 10

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from parity.checkpoints import NARROW, WIDE, random_tensors, write
 
 from dgemma_jax import checkpoint
 from dgemma_jax.checkpoint import open_checkpoint, resolve
 from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
+from tests.parity.checkpoints import NARROW, WIDE, random_tensors, write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from parity.checkpoints import NARROW, write
 from rich.console import Console
 
 import dgemma_jax as dg
@@ -18,6 +17,7 @@ from dgemma_jax import cli_watch
 from dgemma_jax.cli import main
 from dgemma_jax.events import Canvas, Completion, Draft, Finished
 from dgemma_jax.text import Tokenizer, encode_chat
+from tests.parity.checkpoints import NARROW, write
 
 SMALL = replace(NARROW, name="small", vocab=128, experts=2, layers="SF")
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>"]

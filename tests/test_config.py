@@ -12,9 +12,9 @@ import textwrap
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity.checkpoints import NARROW, WIDE, hf_config
 
 from dgemma_jax.config import Config, LayerConfig, Rope, gemma_26b_a4b, tiny
+from tests.parity.checkpoints import NARROW, WIDE, hf_config
 
 S, F = "sliding_attention", "full_attention"
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity.checkpoints import NARROW, WIDE, hf_config, random_tensors, tensor_shapes, write
 from safetensors.numpy import save_file
 
 from dgemma_jax.config import Config, gemma_26b_a4b
 from dgemma_jax.convert import hf, table, weights
 from dgemma_jax.model.transformer import build
+from tests.parity.checkpoints import NARROW, WIDE, hf_config, random_tensors, tensor_shapes, write
 
 EMBEDDING = "model.decoder.embed_tokens.weight"
 

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from convert_helpers import assert_same_params, contents, convert_model, manifest, params_of
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -18,6 +17,7 @@ import dgemma_jax as dg
 from dgemma_jax.checkpoint import open_checkpoint, open_directory
 from dgemma_jax.convert import hf, orbax_files
 from dgemma_jax.convert.table import by_item
+from tests.convert.convert_helpers import assert_same_params, contents, convert_model, manifest, params_of
 from tests.parity.checkpoints import NARROW, WIDE, random_tensors, write
 
 SMALL = replace(WIDE, layers="SF")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from convert_helpers import contents, convert_model, in_child, params_of
 from safetensors.numpy import save_file
 
 from dgemma_jax.checkpoint import open_directory
@@ -20,6 +19,7 @@ from dgemma_jax.cli import main
 from dgemma_jax.convert import destination, orbax_files
 from dgemma_jax.convert.conversion import verify
 from dgemma_jax.convert.weights import WeightsError
+from tests.convert.convert_helpers import contents, convert_model, in_child, params_of
 from tests.parity.checkpoints import WIDE, random_tensors, write
 
 SMALL = replace(WIDE, layers="SF")

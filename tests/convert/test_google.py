@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from convert_helpers import assert_same_params, convert_model, manifest, params_of
 from safetensors.numpy import save_file
 
 from dgemma_jax.checkpoint import open_directory
@@ -19,6 +18,7 @@ from dgemma_jax.convert import google, hf
 from dgemma_jax.convert.table import leaf, stacked_shape
 from dgemma_jax.convert.weights import WeightsError
 from dgemma_jax.model.transformer import build
+from tests.convert.convert_helpers import assert_same_params, convert_model, manifest, params_of
 from tests.parity.checkpoints import WIDE, random_tensors, write
 
 SHAPE = replace(WIDE, layers="SSFSSF", full_kv_heads=1, name="google")  # a pattern of three, twice

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from convert_helpers import convert_model, manifest
 from rich.console import Console
-from test_google import FORMS, tied_tensors, write_tree
 
 from dgemma_jax import cli_convert, inspection
 from dgemma_jax.cli import main
@@ -19,6 +17,8 @@ from dgemma_jax.config import gemma_26b_a4b
 from dgemma_jax.convert import hf
 from dgemma_jax.convert.table import leaf
 from dgemma_jax.model.transformer import build
+from tests.convert.convert_helpers import convert_model, manifest
+from tests.convert.test_google import FORMS, tied_tensors, write_tree
 from tests.parity.checkpoints import WIDE, tensor_shapes, write
 
 SMALL = replace(WIDE, layers="SF")

@@ -9,7 +9,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from convert_helpers import (
+
+from dgemma_jax.checkpoint import open_directory
+from dgemma_jax.convert.conversion import OrbaxTarget
+from dgemma_jax.convert.destination import JOURNAL, Destination
+from dgemma_jax.convert.orbax_files import MANIFEST
+from tests.convert.convert_helpers import (
     assert_same_params,
     contents,
     convert_model,
@@ -18,11 +23,6 @@ from convert_helpers import (
     manifest,
     params_of,
 )
-
-from dgemma_jax.checkpoint import open_directory
-from dgemma_jax.convert.conversion import OrbaxTarget
-from dgemma_jax.convert.destination import JOURNAL, Destination
-from dgemma_jax.convert.orbax_files import MANIFEST
 from tests.parity.checkpoints import NARROW, WIDE, write
 
 SMALL = replace(WIDE, layers="SF")

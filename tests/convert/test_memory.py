@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from convert_helpers import manifest
 from safetensors.numpy import save_file
 
+from tests.convert.convert_helpers import manifest
 from tests.parity.checkpoints import NARROW, Shape, hf_config, tensor_shapes, write
 
 MEASURE = Path(__file__).with_name("measure_memory.py")

@@ -5,10 +5,10 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_helpers import D, calls, gemma_like, golden
 
 from dgemma_jax.text import encode_chat, opens_thought, parse_response, render_chat
 from dgemma_jax.text.template import CONTROL_TOKENS
+from tests.text.text_helpers import D, calls, gemma_like, golden
 
 CHATS = golden("text_chats.json")
 USER = {"role": "user", "content": "Weather?"}

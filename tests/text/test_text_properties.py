@@ -7,9 +7,9 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_helpers import D, pieces, run
 
 from dgemma_jax.text import ResponseStream, parse_response
+from tests.text.text_helpers import D, pieces, run
 
 ALPHABET = [
     *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", "<think>", "</think>", "<call>", "<turn|>", "<eos>"),

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from text_helpers import D, assert_joins, calls, exact, feedings, gemma_like, golden, joined, pieces, run
 
 from dgemma_jax.text import CallBegin, ResponseStream, opens_thought, parse_response
+from tests.text.text_helpers import D, assert_joins, calls, exact, feedings, gemma_like, golden, joined, pieces, run
 
 CASES = golden("text_responses.json")
 FEEDINGS = ("whole", "tokens", "characters", "canvases")

@@ -3,10 +3,10 @@
 import warnings
 
 import pytest
-from text_helpers import D
 
 from dgemma_jax.text import ResponseStream, render_chat
 from dgemma_jax.text.schema import normalise
+from tests.text.text_helpers import D
 
 
 def declared(properties: dict, **more) -> str:

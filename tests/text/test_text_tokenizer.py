@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_helpers import byte_level, gemma_like, golden
 
 from dgemma_jax.text import Tokenizer, encode_chat
+from tests.text.text_helpers import byte_level, gemma_like, golden
 
 TOKENIZERS = {"gemma-like": gemma_like, "byte-level": byte_level}
 

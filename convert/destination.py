@@ -105,7 +105,7 @@ class Destination:
         free = shutil.disk_usage(self.path).free
         if free < wanted:
             raise OSError(
-                f"{self.path} needs {wanted / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; make room there"
+                f"{self.path} needs {wanted / 1e6:,.1f} MB more, {free / 1e6:,.1f} MB are free; make room there"
             )
 
     def carry(self, source: Path, dtype: str | None) -> None:

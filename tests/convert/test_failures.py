@@ -83,7 +83,7 @@ def test_too_little_room_is_told_before_anything_is_written(source, tmp_path, mo
     usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(destination.shutil, "disk_usage", lambda path: usage)
     err = error_of(capsys, "convert", source, tmp_path / "target")
-    assert re.search(r"target needs 1\.6 MB more, 1\.0 MB are free; make room", err)
+    assert re.search(r"target needs 1\.3 MB more, 1\.0 MB are free; make room", err)
 
 
 def test_targets_that_cannot_be_made(source, tmp_path, monkeypatch, capsys):

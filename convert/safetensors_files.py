@@ -132,7 +132,7 @@ def _files_of(directory: Path) -> dict[str, set[str]]:
             if Path(file_name).name != file_name:
                 raise ValueError(f"{file_name!r} is no plain file name")
             files[file_name].add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{directory / INDEX} is no index of safetensors files: {error}; download it again") from None
     return files
 

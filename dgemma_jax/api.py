@@ -1,12 +1,10 @@
 """`dg.load` and the Model it returns: text in, text out."""
 
-import os
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from dgemma_jax.checkpoint import open_checkpoint
@@ -16,11 +14,12 @@ from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request
 from dgemma_jax.engine.runner import Event, Runner
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
+from dgemma_jax.memory import free_bytes
 from dgemma_jax.model.transformer import build
 from dgemma_jax.sampling import UNSET, Sampling
 from dgemma_jax.text import Tokenizer, encode_chat, opens_thought, parse_response, render_chat
 
-LARGEST_SLOTS = 8
+LARGEST_SLOTS, MOST_SLOTS = 8, 65_536  # chosen by itself, and at all
 DEFAULT_POLICY = Policy()
 NO_TOKENIZER = "this model has no tokenizer.json: pass token ids, or load with tokenizer=PATH"
 Prompt = str | Sequence[int]
@@ -147,6 +146,11 @@ class Model:
     ) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(NO_TOKENIZER)
+        for index, message in enumerate(messages):
+            parts = message.get("content") if isinstance(message, Mapping) else None
+            for part in parts if isinstance(parts, list | tuple) else ():
+                if isinstance(part, Mapping) and part.get("type") != "text":
+                    raise ValueError(f"messages[{index}] holds a part of type {part.get('type')!r}; only text is read")
         return encode_chat(messages, self.tokenizer, tools, thinking)
 
     def _run(
@@ -238,8 +242,8 @@ def _is_conversation(prompt: Prompt | Sequence[Mapping]) -> bool:
 def _slots(slots: int | None, prompts: int) -> int:
     if slots is None:
         return min(LARGEST_SLOTS, 1 << max(0, prompts - 1).bit_length())
-    if not is_int(slots, 1):
-        raise ValueError(f"slots is {slots!r}; expected a positive integer, or None to choose by the number of prompts")
+    if not is_int(slots, 1) or slots > MOST_SLOTS:
+        raise ValueError(f"slots is {slots!r}; expected 1 .. {MOST_SLOTS}, or None to choose by the number of prompts")
     return int(slots)
 
 
@@ -252,19 +256,7 @@ def _context(config: Config, dtype: str, wanted: int | None) -> int:
         return int(wanted)
     full = [layer for layer in config.layers if layer.kind == "full"]
     per_token = 2 * np.dtype(dtype).itemsize * sum(layer.num_key_value_heads * layer.head_dim for layer in full)
-    fits = _free_bytes() // max(1, per_token)
+    fits = free_bytes() // max(1, per_token)
     if fits < limit:
         print(f"dgemma: memory holds {fits} of the model's {limit} positions; max_model_len={fits}", file=sys.stderr)
     return max(2, min(limit, fits))
-
-
-def _free_bytes() -> int:
-    """Memory that arrays may still take: the device's own figure, on a CPU the host's free memory."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # free pages alone would leave out the file cache, which a big load has just filled
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

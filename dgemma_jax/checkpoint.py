@@ -67,6 +67,8 @@ def open_directory(name: str | Path, verify: bool = False) -> Opened:
 
 def resolve(name: str | Path) -> Path:
     """The model directory that `name` means. Uses no network."""
+    if not isinstance(name, str | Path):
+        raise ValueError(f"model is {name!r:.60}; expected a directory, 'tiny' or a hub name")
     if str(name) == "tiny":
         return _model_directory(BUNDLED / "tiny")
     path = Path(os.path.expanduser(name))  # as it stands where there is no such user

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_streams()
     args = _parser().parse_args(argv)
+    if argv is None:
+        # While modules are imported an exception would be lost in jax or leave them half-made.
+        signal.signal(signal.SIGINT, lambda *_: _leave(EXIT_INTERRUPTED))
     logging.basicConfig(format="dgemma: %(message)s")
     try:
         import_module(f"dgemma_jax.cli_{args.command}").run(args)
@@ -42,10 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """A standard stream that the caller closed reads as empty and swallows what is written, instead of being None."""
+    """A standard stream that the caller closed reads as empty and swallows what is written; every character prints."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (for the rest of the process)
+    for stream in (sys.stdout, sys.stderr):  # an answer is not lost to a terminal that lacks its characters
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _leave(code: int) -> NoReturn:

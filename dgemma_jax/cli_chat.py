@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from dgemma_jax.cli_generate import sampling_of
+from dgemma_jax.cli_generate import load_model, sampling_of
 from dgemma_jax.text.schema import function_of
 
 if TYPE_CHECKING:
@@ -31,17 +31,13 @@ def run(args: Namespace) -> None:
     """Talks until the input ends. ValueError for what cannot be done; at a terminal it ends only its turn."""
     sampling = sampling_of(args)
     tools = read_tools(args.tools) if args.tools else None
-
-    import dgemma_jax as dg
-
     console = Console(stderr=True)
-    with console.status(f"loading {args.model}") if console.is_terminal else nullcontext():
-        model = dg.load(args.model)
+    model = load_model(args.model, console)
     talk = Conversation(model, console, tools, args.thinking, sampling, args.seed)
     interactive = sys.stdin.isatty()
     if interactive:
         console.print(Text("/help lists the commands, Ctrl-D leaves", style="dim"))
-    while (line := talk.read("> ")) not in (None, "/exit"):
+    while (line := talk.read("> ")) is not None and line.strip() != "/exit":
         try:
             talk.take(line)
         except (ValueError, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.text import Text
 
 from dgemma_jax.events import Canvas, Completion, Finished
 from dgemma_jax.sampling import Sampling
@@ -31,10 +33,7 @@ def run(args: Namespace) -> None:
     sampling = sampling_of(args)
     prompts = _prompts(args.prompts)
 
-    import dgemma_jax as dg
-
-    with console.status(f"loading {args.model}") if console.is_terminal else nullcontext():
-        model = dg.load(args.model)
+    model = load_model(args.model, console)
     inputs = prompts if args.raw or model.tokenizer is None else [_chat(prompt, model) for prompt in prompts]
     if args.watch:
         from dgemma_jax.cli_watch import watch
@@ -49,6 +48,16 @@ def run(args: Namespace) -> None:
     except KeyboardInterrupt:
         answers.flush()
         raise
+
+
+def load_model(name: str, console: Console) -> Model:
+    """The model, under a spinner on a terminal. From here on Ctrl-C is an exception, see `cli.main`."""
+    import dgemma_jax as dg
+
+    with console.status(Text(f"loading {name}")) if console.is_terminal else nullcontext():
+        model = dg.load(name)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return model
 
 
 def sampling_of(args: Namespace) -> Sampling:

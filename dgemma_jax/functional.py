@@ -1,7 +1,10 @@
 """The functional layer: (graph, params, arrays) in, arrays out, for notebooks, training and the denoising loop.
 
-Every function can be jitted with graph closed over. params is the plain nested dict of `Model.params`.
+Every function is compiled per graph and shapes when called as it is, and becomes part of whatever jitted function it
+is called in; there, close over graph. params is the plain nested dict of `Model.params`.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +27,16 @@ def encode(
 
     tokens i32[B,T], rows right-padded; lengths i32[B]: tokens of each row that count (0 leaves a row as it is).
     Returns the cache with lengths added and the final-normed states f[B,T,D]; states of padding mean nothing.
-    Outside jit, raises ValueError where a row would exceed the cache's capacity; inside jit that is the caller's care.
+    Outside jit, raises ValueError for ids outside the vocabulary, lengths outside 0 .. T, and a row that would exceed
+    the cache's capacity; inside jit these are the caller's care.
     """
-    _check_room(lengths, cache)
+    _check_ids("tokens", tokens, cache, params)
+    _check_lengths(lengths, tokens.shape[1], cache)
+    return _encode(graph, params, tokens, lengths, cache)
+
+
+@partial(jax.jit, static_argnums=0)
+def _encode(graph, params, tokens, lengths, cache):
     return merge(graph, params).encode(tokens, lengths, cache)
 
 
@@ -38,11 +48,18 @@ def denoise_logits(
     soft f[B,C,D]: self-conditioning input of the step before (`soft_embedding`); None and zeros both mean none, as in
     the first step of every canvas.
     """
+    _check_ids("canvas", canvas, cache, params)
+    return _denoise_logits(graph, params, canvas, cache, soft)
+
+
+@partial(jax.jit, static_argnums=0)
+def _denoise_logits(graph, params, canvas, cache, soft):
     model = merge(graph, params)
     hidden = model.denoise(canvas, cache, soft)
     return head_reference.capped_logits(hidden, model.embedder.table[...], model.config.final_logit_softcapping)
 
 
+@partial(jax.jit, static_argnums=0)
 def soft_embedding(graph: nnx.GraphDef, params: dict, logits: Logits) -> CanvasHidden:
     """softmax(logits) @ table * sqrt(D), f[B,C,D]; logits f32[B,C,V] already divided by the step's temperature."""
     embedder = merge(graph, params).embedder
@@ -67,6 +84,12 @@ def denoise(
     suppress: ids never produced, as a mask (True = suppressed, for all rows or row by row) or as ids.
     draw_temperature f32[B] divides the proposal's logits once more; 0: the proposal is the argmax; None: 1.
     """
+    _check_ids("canvas", canvas, cache, params)
+    return _denoise(graph, params, canvas, cache, soft, temperature, keys, suppress, draw_temperature)
+
+
+@partial(jax.jit, static_argnums=0)
+def _denoise(graph, params, canvas, cache, soft, temperature, keys, suppress, draw_temperature):
     model = merge(graph, params)
     config: Config = model.config
     B, C = canvas.shape
@@ -88,14 +111,32 @@ def _suppression(suppress: Array | None, rows: int, vocab: int) -> Bool[Array, "
         return None
     suppress = jnp.asarray(suppress)
     if suppress.dtype != bool:
-        suppress = jnp.zeros(vocab, bool).at[suppress].set(True)
+        suppress = jnp.zeros(vocab, bool).at[suppress.astype(jnp.int32)].set(True)
     return jnp.broadcast_to(suppress, (rows, vocab))
 
 
-def _check_room(lengths: Lengths, cache: KVCache) -> None:
-    total = cache.lengths + lengths
-    if not isinstance(total, jax.core.Tracer) and int(total.max()) > cache.capacity:
+def _check_ids(name: str, ids: Array, cache: KVCache, params: dict) -> None:
+    """Rows must be the cache's; a lookup clamps ids beyond the table without a word, so they are found here."""
+    if ids.shape[0] != len(cache.lengths):
+        raise ValueError(f"{name} have {ids.shape[0]} rows and the cache {len(cache.lengths)}; they must be the same")
+    if isinstance(ids, jax.core.Tracer):
+        return
+    vocab = params["embedder"]["table"].shape[0]
+    low, high = int(jnp.min(ids)), int(jnp.max(ids))
+    if low < 0 or high >= vocab:
+        raise ValueError(f"{name} hold id {low if low < 0 else high}; expected ids in 0 .. {vocab - 1}")
+
+
+def _check_lengths(lengths: Array, tokens: int, cache: KVCache) -> None:
+    if lengths.shape != cache.lengths.shape or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths are {lengths.dtype}{list(lengths.shape)}; expected one integer per row of the cache")
+    if isinstance(lengths, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
+        return
+    low, high, total = int(jnp.min(lengths)), int(jnp.max(lengths)), int(jnp.max(cache.lengths + lengths))
+    if low < 0 or high > tokens:
+        raise ValueError(f"lengths hold {low if low < 0 else high}; expected 0 .. {tokens}, the width of tokens")
+    if total > cache.capacity:
         raise ValueError(
-            f"encode: {int(total.max())} positions exceed the cache's capacity of {cache.capacity}; "
+            f"encode: {total} positions exceed the cache's capacity of {cache.capacity}; "
             "make it larger with init_cache(config, batch, capacity)"
         )

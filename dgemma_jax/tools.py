@@ -2,16 +2,19 @@
 
 import inspect
 import json
+import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from dgemma_jax.config import is_int
 from dgemma_jax.events import ChatMessage
 from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.response import ToolCall
 from dgemma_jax.text.schema import function_of, normalise
+from dgemma_jax.text.segments import Segments
 
 if TYPE_CHECKING:
     from dgemma_jax.api import Model
@@ -45,8 +48,10 @@ def run_tools(
     model can try again. The turn number max_rounds is returned as it is; calls in it are not run.
     ValueError for a function without declaration, a declaration without function, or a missing type hint.
     """
-    if max_rounds < 1:
-        raise ValueError(f"max_rounds is {max_rounds}; expected at least 1")
+    if not is_int(max_rounds, 1):
+        raise ValueError(f"max_rounds is {max_rounds!r}; expected an integer of at least 1")
+    if not isinstance(functions, Mapping) or not all(map(callable, functions.values())):
+        raise ValueError(f"functions is {functions!r:.80}; expected a mapping from names to Python functions")
     tools = [declaration(name, function) for name, function in functions.items()] if tools is None else list(tools)
     parameters = {f["name"]: normalise(f.get("parameters") or {})[0] for f in map(function_of, tools)}
     if set(parameters) != set(functions):
@@ -73,9 +78,11 @@ def _result(call: ToolCall, functions: Mapping[str, Callable], parameters: Mappi
         return {"error": problem}
     try:
         value = json.loads(json.dumps(functions[call.name](**call.arguments)))
-        return value if isinstance(value, dict) else {"value": value}
+        result = value if isinstance(value, dict) else {"value": value}
+        Segments().value(result)  # what cannot be rendered is found here, not in the next turn
+        return result
     except Exception as error:  # whatever the function raises is the model's to read
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": traceback.format_exception_only(error)[-1].strip()}
 
 
 def declaration(name: str, function: Callable) -> dict[str, Any]:
@@ -83,7 +90,10 @@ def declaration(name: str, function: Callable) -> dict[str, Any]:
 
     ValueError for a parameter whose type is missing or is not one that JSON has.
     """
-    hints = typing.get_type_hints(function)
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise ValueError(f"the type hints of {name} cannot be read ({error}); mend them, or pass tools=") from None
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         where = f"parameter {parameter.name} of {name}"
@@ -137,7 +147,7 @@ def _object_misfit(value: dict, schema: Mapping[str, Any], path: str) -> str | N
     properties, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
     missing = [name for name in schema.get("required", ()) if name not in value]
     if missing:
-        return f"{path} lacks {', '.join(missing)}"
+        return f"{path} lacks {', '.join(map(str, missing))}"
     for name, inner in value.items():
         if name not in properties and rest is False:
             return f"{path} has no {name}; expected {', '.join(properties) or 'nothing'}"

@@ -108,6 +108,18 @@ def raising(a: int, b: int) -> int:
     raise RuntimeError("out of order")
 
 
+def deep(a: int, b: int) -> dict:
+    value: dict = {}
+    for _ in range(600):
+        value = {"x": value}
+    return value
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
 @pytest.mark.parametrize(
     ("call", "function", "error"),
     [
@@ -116,6 +128,7 @@ def raising(a: int, b: int) -> int:
         (CALL.replace(",b:3", ""), add, "arguments lacks b"),
         (CALL.replace("b:3", "b:3,c:1"), add, "arguments has no c; expected a, b"),
         (CALL, raising, "RuntimeError: out of order"),
+        (CALL, lambda a, b: float("nan"), "ValueError: value: expected a JSON value, got nan; convert it first"),
         (CALL, lambda a, b: object(), "TypeError: Object of type object is not JSON serializable"),
     ],
 )
@@ -125,16 +138,40 @@ def test_errors_go_back_to_the_model(scripted, call, function, error):
     assert answer.content == "Sorry."
 
 
+def unprintable(a: int, b: int) -> int:
+    raise Unprintable
+
+
+@pytest.mark.parametrize("function", [deep, unprintable])
+def test_whatever_a_function_does_is_an_error_the_model_can_read(scripted, function):
+    answer = dg.run_tools(scripted(CALL, "Sorry."), USER, {"add": function}, tools=[ADD])
+    assert set(answer.messages[2]["content"]) == {"error"}
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio"])
+def test_parts_that_are_not_text_are_refused(scripted, kind):
+    with pytest.raises(ValueError, match=f"type '{kind}'; only text is read"):
+        scripted().chat([{"role": "user", "content": [{"type": kind}]}])
+
+
 def test_the_loop_is_bounded(scripted):
     calls = []
     answer = dg.run_tools(scripted(*[CALL] * 3), USER, {"add": lambda a, b: calls.append(a)}, tools=[ADD], max_rounds=3)
     assert (answer.finish_reason, len(calls)) == ("tool_calls", 2)
 
 
+def unresolved(x: "Nowhere") -> int: ...  # noqa: F821
+
+
 @pytest.mark.parametrize(
     ("functions", "options", "message"),
     [
         ({"add": add}, {"max_rounds": 0}, "max_rounds is 0"),
+        ({"add": add}, {"max_rounds": "3"}, "max_rounds is '3'"),
+        ([add], {}, "functions is"),
+        ({"add": 5}, {}, "functions is"),
+        ({"f": lambda x: x}, {"tools": None}, "no type hint"),
+        ({"f": unresolved}, {}, "type hints of f cannot be read"),
         ({"add": add, "sub": add}, {"tools": [ADD]}, "differ in sub"),
         ({"f": lambda x: x}, {}, "parameter x of f has no type hint"),
         ({"f": lambda *x: x}, {}, "cannot be passed by name"),

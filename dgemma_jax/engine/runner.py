@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +17,7 @@ from dgemma_jax.diffusion.step import CanvasState
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Answer, Request
 from dgemma_jax.events import Canvas, Draft, Finished
+from dgemma_jax.memory import free_bytes
 from dgemma_jax.sampling import BUILT_IN
 from dgemma_jax.shapes import RowKeys
 from dgemma_jax.text.tokenizer import Tokenizer
@@ -63,9 +65,12 @@ class Runner:
         self.tokenizer, self.max_model_len, self.policy = tokenizer, max_model_len, policy
         self.dtype = str(params["embedder"]["table"].dtype)
         self.rows: list[Row | None] = [None] * slots
-        self.cache = init_cache(
-            config, slots, self._bucket(config.sliding_window + 4 * config.canvas_length), self.dtype
-        )
+        capacity = self._bucket(config.sliding_window + 4 * config.canvas_length)
+        one = jax.eval_shape(lambda: init_cache(config, 1, capacity, self.dtype))
+        need = slots * sum(leaf.size * leaf.dtype.itemsize for leaf in (*one.k, *one.v))
+        if need > free_bytes():
+            raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free")
+        self.cache = init_cache(config, slots, capacity, self.dtype)
 
     def run(self, requests: Sequence[Request], drafts: bool = False) -> Iterator[tuple[int, Event]]:
         """(index of the request, event) as things happen; a Finished for every request. drafts: one per step."""

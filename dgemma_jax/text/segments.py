@@ -56,7 +56,9 @@ class Segments:
                 return self.quoted(value, path)
             case bool():
                 return self.text("true" if value else "false")
-            case int() | float() if math.isfinite(value):
+            case int():
+                return self.text(str(value))
+            case float() if math.isfinite(value):
                 return self.text(str(value))
             case Mapping():
                 return self.text("{").pairs(value, path).text("}")

@@ -49,7 +49,10 @@ class Tokenizer:
         Lone surrogates, which UTF-8 cannot carry, become U+FFFD.
         """
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return (self._control if control else self._plain).encode(text, add_special_tokens=False).ids
+        try:
+            return (self._control if control else self._plain).encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises bare Exception where its vocabulary lacks a token
+            raise ValueError(f"text {text!r:.60}: the tokenizer cannot encode it ({error}); use another one") from None
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary give no text."""

@@ -230,7 +230,7 @@ class Model:
 
 
 def _list(value, name: str, expected: str) -> list:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise ValueError(f"{name} is {value!r:.60}; expected {expected}")
     return list(value)
 

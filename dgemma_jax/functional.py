@@ -1,10 +1,9 @@
 """The functional layer: (graph, params, arrays) in, arrays out, for notebooks, training and the denoising loop.
 
-Every function is compiled per graph and shapes when called as it is, and becomes part of whatever jitted function it
-is called in; there, close over graph. params is the plain nested dict of `Model.params`.
+Call these inside a jitted function that closes over graph: `jax.jit(partial(dg.encode, model.graph))`. Called as they
+are they run operation by operation, which is slow to start but shows every value. params is the plain nested dict of
+`Model.params`.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +31,6 @@ def encode(
     """
     _check_ids("tokens", tokens, cache, params)
     _check_lengths(lengths, tokens.shape[1], cache)
-    return _encode(graph, params, tokens, lengths, cache)
-
-
-@partial(jax.jit, static_argnums=0)
-def _encode(graph, params, tokens, lengths, cache):
     return merge(graph, params).encode(tokens, lengths, cache)
 
 
@@ -49,17 +43,11 @@ def denoise_logits(
     the first step of every canvas.
     """
     _check_ids("canvas", canvas, cache, params)
-    return _denoise_logits(graph, params, canvas, cache, soft)
-
-
-@partial(jax.jit, static_argnums=0)
-def _denoise_logits(graph, params, canvas, cache, soft):
     model = merge(graph, params)
     hidden = model.denoise(canvas, cache, soft)
     return head_reference.capped_logits(hidden, model.embedder.table[...], model.config.final_logit_softcapping)
 
 
-@partial(jax.jit, static_argnums=0)
 def soft_embedding(graph: nnx.GraphDef, params: dict, logits: Logits) -> CanvasHidden:
     """softmax(logits) @ table * sqrt(D), f[B,C,D]; logits f32[B,C,V] already divided by the step's temperature."""
     embedder = merge(graph, params).embedder
@@ -85,11 +73,6 @@ def denoise(
     draw_temperature f32[B] divides the proposal's logits once more; 0: the proposal is the argmax; None: 1.
     """
     _check_ids("canvas", canvas, cache, params)
-    return _denoise(graph, params, canvas, cache, soft, temperature, keys, suppress, draw_temperature)
-
-
-@partial(jax.jit, static_argnums=0)
-def _denoise(graph, params, canvas, cache, soft, temperature, keys, suppress, draw_temperature):
     model = merge(graph, params)
     config: Config = model.config
     B, C = canvas.shape

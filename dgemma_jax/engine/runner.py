@@ -66,8 +66,8 @@ class Runner:
         self.dtype = str(params["embedder"]["table"].dtype)
         self.rows: list[Row | None] = [None] * slots
         capacity = self._bucket(config.sliding_window + 4 * config.canvas_length)
-        one = jax.eval_shape(lambda: init_cache(config, 1, capacity, self.dtype))
-        need = slots * sum(leaf.size * leaf.dtype.itemsize for leaf in (*one.k, *one.v))
+        one = jax.eval_shape(lambda: jax.tree.leaves(init_cache(config, 1, capacity, self.dtype)))
+        need = slots * sum(leaf.size * leaf.dtype.itemsize for leaf in one)
         if need > free_bytes():
             raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free")
         self.cache = init_cache(config, slots, capacity, self.dtype)

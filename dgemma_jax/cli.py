@@ -118,6 +118,8 @@ def _add_model_and_knobs(parser: argparse.ArgumentParser) -> None:
     add("--t-max", type=float, metavar="X", help="temperature of the first step")
     add("--t-min", type=float, metavar="X", help="temperature that the steps fall towards")
     add("--temperature", type=float, metavar="X", help="of the proposals only; 0 proposes the likeliest tokens")
+    add("--top-k", type=int, metavar="N", help="propose only the N likeliest tokens")
+    add("--top-p", type=float, metavar="X", help="propose only the likeliest tokens that together hold this share")
     add("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated")
 
 

@@ -20,7 +20,17 @@ from dgemma_jax.sampling import Sampling
 if TYPE_CHECKING:
     from dgemma_jax.api import Model
 
-KNOBS = ("max_new_tokens", "max_denoising_steps", "entropy_bound", "t_min", "t_max", "temperature", "stop")
+KNOBS = (
+    "max_new_tokens",
+    "max_denoising_steps",
+    "entropy_bound",
+    "t_min",
+    "t_max",
+    "temperature",
+    "top_k",
+    "top_p",
+    "stop",
+)
 
 
 def run(args: Namespace) -> None:

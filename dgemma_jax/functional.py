@@ -15,7 +15,7 @@ from dgemma_jax.config import Config
 from dgemma_jax.diffusion.random import proposal_uniforms
 from dgemma_jax.kernels.vocab_head import HeadStats, vocab_head
 from dgemma_jax.kernels.vocab_head import reference as head_reference
-from dgemma_jax.model.transformer import merge
+from dgemma_jax.model.transformer import Transformer, merge
 from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Hidden, Lengths, Logits, PerRow, RowKeys, Tokens
 
 
@@ -65,19 +65,38 @@ def denoise(
     *,
     suppress: Bool[Array, " V"] | Bool[Array, "B V"] | Int[Array, " n"] | None = None,
     draw_temperature: PerRow | None = None,
+    top_k: Lengths | None = None,
+    top_p: PerRow | None = None,
 ) -> HeadStats:
     """One pass over a canvas and its vocabulary head: argmax, sample, entropy, logprob and the next soft embedding.
 
     temperature f32[B] > 0. keys: one per row, already holding canvas and step (`diffusion.random.step_keys`).
     suppress: ids never produced, as a mask (True = suppressed, for all rows or row by row) or as ids.
     draw_temperature f32[B] divides the proposal's logits once more; 0: the proposal is the argmax; None: 1.
+    top_k i32[B], top_p f32[B]: the logits before temperature are cut to the likeliest ids, see
+    `kernels.vocab_head.reference.floor`; 0 and 1 leave a row whole, None all rows.
     """
     _check_ids("canvas", canvas, cache, params)
     model = merge(graph, params)
+    hidden = model.denoise(canvas, cache, soft)
+    return head_stats(model, hidden, temperature, keys, suppress, draw_temperature, top_k, top_p)
+
+
+def head_stats(
+    model: Transformer,
+    hidden: CanvasHidden,
+    temperature: PerRow,
+    keys: RowKeys,
+    suppress: Bool[Array, " V"] | Bool[Array, "B V"] | Int[Array, " n"] | None,
+    draw_temperature: PerRow | None,
+    top_k: Lengths | None,
+    top_p: PerRow | None,
+) -> HeadStats:
+    """The vocabulary head over the states of a canvas, see `denoise`."""
+    B, C = hidden.shape[:2]
     config: Config = model.config
-    B, C = canvas.shape
     return vocab_head(
-        model.denoise(canvas, cache, soft),
+        hidden,
         model.embedder.table[...],
         temperature,
         jnp.ones(B, jnp.float32) if draw_temperature is None else draw_temperature,
@@ -85,6 +104,8 @@ def denoise(
         _suppression(suppress, B, config.vocab_size),
         softcap=config.final_logit_softcapping,
         scale=model.embedder.scale,
+        top_k=top_k,
+        top_p=top_p,
         implementation=model.implementations.head,
     )
 

@@ -66,6 +66,10 @@ def _not_negative(value: Any) -> bool:
     return is_number(value) and (value == 0 or _positive(value))
 
 
+def _share(value: Any) -> bool:
+    return is_number(value) and 0 < value <= 1
+
+
 def _ids(value: Iterable[int] | None) -> tuple[int, ...]:
     ids = () if value is None else tuple(value)
     if not all(is_int(id) for id in ids):
@@ -80,6 +84,23 @@ def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
     return strings
 
 
+def _canvas(value: Iterable[int] | None) -> tuple[int, ...]:
+    ids = () if value is None else tuple(value)
+    if not all(is_int(id, -1) for id in ids):
+        raise ValueError
+    return tuple(int(id) for id in ids)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _flags(value: Iterable[bool] | None) -> tuple[bool, ...]:
+    return () if value is None else tuple(_flag(item if isinstance(item, bool) else item.item()) for item in value)
+
+
 INT32 = 2**31 - 1
 _IDS = "a list of token ids (integers from 0), or None for none"
 _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -91,10 +112,16 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stability_threshold": (_integer(0, INT32), "an integer from 0 and below 2**31, or None for no early stop"),
     "confidence_threshold": (_real(_positive), "a number in 1e-30 .. 1e30, or None for no early stop"),
     "temperature": (_real(_not_negative), "0 or a number in 1e-30 .. 1e30, or None for the schedule alone"),
+    "top_k": (_integer(0, INT32), "an integer from 0 and below 2**31; 0 and None keep all ids"),
+    "top_p": (_real(_share), "a number above 0 and at most 1; 1 and None keep all ids"),
     "seed": (_integer(0, 2**63 - 1), "an integer in 0 .. 2**63 - 1, or None for a fresh one"),
     "stop": (_strings, "a non-empty string or a list of them, or None for none"),
     "stop_token_ids": (_ids, _IDS),
     "suppress": (_ids, _IDS),
+    "logprobs": (_flag, "True or False"),
+    "n": (_required(_integer(1)), "a positive integer"),
+    "canvas": (_canvas, "a list of token ids, -1 where a random one is to stand, or None for a random canvas"),
+    "pinned": (_flags, "a list of booleans, one per id of canvas, or None for none"),
 }
 
 
@@ -108,8 +135,11 @@ class Sampling:
     stability_threshold, confidence_threshold: a canvas is done once its argmax stayed the same for so many further
         steps and its mean entropy (nats) is below the confidence; None in either lets every step run.
     temperature: acts on the proposal draw only; None or 1 leaves it alone, 0 proposes the argmax.
+    top_k, top_p: cut the distribution to its top_k likeliest ids, then to the fewest of those that hold top_p of it,
+        before any temperature. Entropy, acceptance and stopping see what is left.
     seed: the request's random stream. stop: strings that end the text. stop_token_ids: ids that end it.
-    suppress: ids that are never produced.
+    suppress: ids that are never produced. logprobs: report each token's. n: answers per prompt.
+    canvas: what the first canvas starts from, instead of random ids; pinned: positions of it that stay as they are.
     """
 
     max_new_tokens: int | Unset | None = UNSET
@@ -120,10 +150,16 @@ class Sampling:
     stability_threshold: int | Unset | None = UNSET
     confidence_threshold: float | Unset | None = UNSET
     temperature: float | Unset | None = UNSET
+    top_k: int | Unset | None = UNSET
+    top_p: float | Unset | None = UNSET
     seed: int | Unset | None = UNSET
     stop: str | Iterable[str] | Unset | None = UNSET
     stop_token_ids: Iterable[int] | Unset | None = UNSET
     suppress: Iterable[int] | Unset | None = UNSET
+    logprobs: bool | Unset = UNSET
+    n: int | Unset = UNSET
+    canvas: Iterable[int] | Unset | None = UNSET
+    pinned: Iterable[bool] | Unset | None = UNSET
 
     def __post_init__(self) -> None:
         for name, value in self._chosen().items():
@@ -136,6 +172,11 @@ class Sampling:
         low, high = self.t_min, self.t_max
         if isinstance(low, float) and isinstance(high, float) and high <= low:
             raise ValueError(f"t_max is {high}; expected more than t_min, which is {low}")
+        canvas, pinned = (() if value is UNSET else value for value in (self.canvas, self.pinned))
+        if pinned and len(pinned) != len(canvas):
+            raise ValueError(f"pinned has {len(pinned)} positions; expected {len(canvas)}, one per id of canvas")
+        if any(keep and id < 0 for id, keep in zip(canvas, pinned, strict=bool(pinned))):
+            raise ValueError("canvas holds -1 at a pinned position; expected the id that is to stay there")
 
     def _chosen(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -162,7 +203,7 @@ class Sampling:
         special_ids = special_ids or {}
         kept = [*stops, config.get("pad_token_id")]
         suppress = [special_ids[name] for name in PLACEHOLDERS if name in special_ids]
-        values = {name: config.get(name) for name in _SCHEDULE} | {"entropy_bound": _entropy_bound(config)}
+        values = {name: config.get(name) for name in _NAMES} | {"entropy_bound": _entropy_bound(config)}
         try:
             chosen = Sampling(**{name: value for name, value in values.items() if value is not None})
             return chosen.merged(
@@ -181,12 +222,18 @@ BUILT_IN = Sampling(
     stability_threshold=1,
     confidence_threshold=0.005,
     temperature=None,
+    top_k=None,
+    top_p=None,
     seed=None,
     stop=(),
     stop_token_ids=(),
     suppress=(),
+    logprobs=False,
+    n=1,
+    canvas=(),
+    pinned=(),
 )
-_SCHEDULE = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold")
+_NAMES = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold", "top_k", "top_p")
 
 
 def _entropy_bound(config: Mapping[str, Any]) -> Any:

@@ -146,6 +146,15 @@ def test_temperature_zero_proposes_the_argmax_and_one_is_neutral(model):
     assert zero.tokens != plain.tokens
 
 
+def test_top_k_and_top_p_cut_the_rows_that_ask_and_no_others(model):
+    chosen = [{}, {"top_k": 3}, {"top_p": 0.3}, {"top_k": 96, "top_p": 1.0}]
+    samplings = [dg.Sampling(max_new_tokens=2 * C, entropy_bound=30, seed=1, **fields) for fields in chosen]
+    answers = model.generate([PROMPTS[0]] * 4, samplings, slots=4)
+    plain, few, nucleus, everything = (answer.tokens for answer in answers)
+    assert plain == everything and few != plain and nucleus != plain and few != nucleus
+    assert answers == [model.generate([PROMPTS[0]], s, slots=4)[0] for s in samplings]
+
+
 def test_every_prompt_has_its_own_sampling(model):
     samplings = [dg.Sampling(max_new_tokens=n, max_denoising_steps=n, seed=n) for n in (1, 3, 20)]
     answers = model.generate([PROMPTS[0]] * 3, sampling=samplings, slots=4)
@@ -207,7 +216,15 @@ def test_knobs_and_prompts_compile_nothing_new(model):
     run(model, PROMPTS[0], max_denoising_steps=2, stop_token_ids=[1])
     with jax.log_compiles(), _Compilations() as compiled:
         for seed, chosen in enumerate(
-            [{"t_max": 0.9}, {"t_min": None}, {"entropy_bound": 3.0}, {"stability_threshold": 2}, {"temperature": 0}]
+            [
+                {"t_max": 0.9},
+                {"t_min": None},
+                {"entropy_bound": 3.0},
+                {"stability_threshold": 2},
+                {"temperature": 0},
+                {"top_k": 3},
+                {"top_p": 0.5},
+            ]
         ):
             run(model, PROMPTS[3][: seed + 1], seed=seed + 2**40, max_denoising_steps=seed + 1, **chosen)
         run(model, PROMPTS[0], suppress=[4, 5], confidence_threshold=None, max_new_tokens=30)

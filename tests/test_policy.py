@@ -57,6 +57,12 @@ def test_a_canvas_stops_after_threshold_further_equal_bests(threshold, stops_at)
     assert stops.index(True) + 1 == stops_at
 
 
+def test_off_is_a_neutral_value_and_choices_are_row_by_row():
+    rows = Knobs.of([Sampling(top_k=k, top_p=p).merged(BUILT_IN) for k, p in ((None, None), (0, 1), (40, 0.9))])
+    assert rows.top_k.tolist() == [0, 0, 40] and rows.top_k.dtype == np.int32
+    assert rows.top_p.tolist() == [1, 1, np.float32(0.9)] and rows.top_p.dtype == np.float32
+
+
 def test_confidence_is_strict_and_either_none_switches_stopping_off():
     at_bound, streak = jnp.full((1, 4), 0.25), jnp.array([9])
     assert not stable_and_confident(streak, at_bound, knobs(confidence_threshold=0.25))[0]

@@ -60,6 +60,12 @@ def test_only_keywords():
         ("confidence_threshold", 0.0),
         ("temperature", -1),
         ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("top_k", 4.0),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_p", "0.9"),
         ("seed", -1),
         ("seed", 2**63),
         ("seed", True),
@@ -97,7 +103,9 @@ def test_values_are_normalised():
     assert Sampling(seed=2**63 - 1).seed == 2**63 - 1
 
 
-@pytest.mark.parametrize("name", ["t_min", "t_max", "stability_threshold", "confidence_threshold", "temperature"])
+@pytest.mark.parametrize(
+    "name", ["t_min", "t_max", "stability_threshold", "confidence_threshold", "temperature", "top_k", "top_p"]
+)
 def test_none_is_a_choice(name):
     assert getattr(Sampling(**{name: None}).merged(BUILT_IN), name) is None
 
@@ -108,6 +116,8 @@ FIELDS = {
     "t_min": st.none() | st.just(0.0) | st.floats(1e-30, 0.5),
     "t_max": st.none() | st.floats(0.6, 2),
     "temperature": st.none() | st.just(0.0) | st.floats(1e-30, 2),
+    "top_k": st.none() | st.integers(0, 1000),
+    "top_p": st.none() | st.floats(0.01, 1),
     "seed": st.none() | st.integers(0, 2**63 - 1),
     "stop": st.lists(st.text(min_size=1), max_size=3),
     "suppress": st.lists(st.integers(0, 99), max_size=3),
@@ -149,6 +159,7 @@ def test_defaults_of_the_release():
 
 def test_the_file_overrides_the_built_ins():
     changes = {"max_denoising_steps": 8, "t_min": 0.1, "t_max": 0.2, "stability_threshold": 0}
+    changes |= {"top_k": 40, "top_p": 0.95}
     sampler = {"sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.5}}
     defaults = Sampling.from_generation_config(RELEASE | changes | sampler)
     assert {name: getattr(defaults, name) for name in changes} == changes

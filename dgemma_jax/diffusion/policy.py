@@ -6,7 +6,7 @@ entropy-bound sampler. Pass a `Policy` with other functions to change one of the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from dgemma_jax.shapes import Array, Canvas, Lengths, PerRow, RowKeys, RowMask
 class Knobs:
     """One number per row of all that shapes denoising in `dg.Sampling`; traced, so changing them compiles nothing.
 
-    What Sampling switches off with None has a neutral value here: t_min = t_max = 1, confidence = -inf.
+    What Sampling switches off with None has a neutral value here: t_min = t_max = 1, confidence = -inf,
+    top_k = 0, top_p = 1.
     """
 
     max_steps: Int32[Array, " B"]
@@ -33,12 +34,15 @@ class Knobs:
     stability: Int32[Array, " B"]
     confidence: PerRow
     draw_temperature: PerRow
+    top_k: Int32[Array, " B"]
+    top_p: PerRow
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling]) -> "Knobs":
         """The knobs of a batch of fully resolved Sampling objects, as NumPy arrays."""
         rows = [_row(sampling) for sampling in samplings]
-        kinds = (np.int32, np.float32, np.float32, np.float32, np.int32, np.float32, np.float32)
+        counts = {"max_steps", "stability", "top_k"}
+        kinds = [np.int32 if field.name in counts else np.float32 for field in fields(cls)]
         return cls(*(np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)))
 
 
@@ -53,6 +57,8 @@ def _row(s: Sampling) -> tuple[int | float, ...]:
         s.stability_threshold if stops else 0,
         s.confidence_threshold if stops else -np.inf,
         1.0 if s.temperature is None else s.temperature,
+        0 if s.top_k is None else s.top_k,
+        1.0 if s.top_p is None else s.top_p,
     )
 
 

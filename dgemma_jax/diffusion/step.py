@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from dgemma_jax.cache import KVCache
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import start_canvas, step_keys
 from dgemma_jax.functional import denoise
+from dgemma_jax.kernels.vocab_head import HeadStats
 from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, RowKeys, RowMask
 
 
@@ -21,12 +22,15 @@ class CanvasState:
     """What a step hands to the next. Rows that are not running never change.
 
     canvas: the noisy input of the next pass. best: the argmax canvas, which is what gets committed (-1 before the first
-    step). soft: self-conditioning input, zero before the first step. streak: steps in a row that left best unchanged.
-    steps: passes made. running: neither stopped nor out of steps.
+    step). logprob: log-probability (nats) of each id of best in the step that found it. pinned: positions that keep
+    the id they have in canvas. soft: self-conditioning input, zero before the first step. streak: steps in a row that
+    left best unchanged. steps: passes made. running: neither stopped nor out of steps.
     """
 
     canvas: Canvas
     best: Canvas
+    logprob: Float32[Array, "B C"]
+    pinned: Bool[Array, "B C"]
     soft: CanvasHidden
     streak: Int32[Array, " B"]
     steps: Int32[Array, " B"]
@@ -40,6 +44,8 @@ def start(config: Config, keys: RowKeys, canvas_index: Lengths, active: RowMask,
     return CanvasState(
         canvas=start_canvas(step_keys(keys, canvas_index, zeros), C, config.vocab_size),
         best=jnp.full((B, C), -1, jnp.int32),
+        logprob=jnp.zeros((B, C), jnp.float32),
+        pinned=jnp.zeros((B, C), bool),
         soft=jnp.zeros((B, C, config.hidden_size), dtype),
         streak=zeros,
         steps=zeros,
@@ -60,34 +66,46 @@ def step(
 ) -> CanvasState:
     """One pass over every canvas, then acceptance, renoising and the stop test, row by row.
 
-    Acceptance has no memory: an accepted position is drawn anew in each step and may be renoised later.
+    Acceptance has no memory: an accepted position is drawn anew in each step and may be renoised later. The engine runs
+    the same update behind a pass that also commits, see `dgemma_jax.diffusion.slots`.
     """
     now = step_keys(keys, canvas_index, state.steps)
     temperature = policy.schedule(state.steps, knobs)
-    stats = denoise(
-        graph,
-        params,
-        state.canvas,
-        cache,
-        state.soft,
-        temperature,
-        now,
-        suppress=suppress,
-        draw_temperature=knobs.draw_temperature,
-    )
-    accepted = policy.accept(stats.entropy, knobs)
-    streak = jnp.where(jnp.all(stats.argmax == state.best, axis=-1), state.streak + 1, 0)
+    how = {"suppress": suppress, "draw_temperature": knobs.draw_temperature}
+    cut = {"top_k": knobs.top_k, "top_p": knobs.top_p}
+    stats = denoise(graph, params, state.canvas, cache, state.soft, temperature, now, **how, **cut)
+    return update(state, stats, now, knobs, policy, suppress.shape[1])
+
+
+def update(
+    state: CanvasState, stats: HeadStats, now: RowKeys, knobs: Knobs, policy: Policy, vocab_size: int
+) -> CanvasState:
+    """What the statistics of a pass make of the canvases of the running rows. now: the keys of the step.
+
+    A pinned position is certain: it has no entropy, whatever the model thinks of it.
+    """
+    entropy = jnp.where(state.pinned, 0.0, stats.entropy)
+    best = jnp.where(state.pinned, state.canvas, stats.argmax)
+    renoised = policy.renoise(now, stats.sample, policy.accept(entropy, knobs), vocab_size)
+    streak = jnp.where(jnp.all(best == state.best, axis=-1), state.streak + 1, 0)
     steps = state.steps + 1
     moved = CanvasState(
-        canvas=policy.renoise(now, stats.sample, accepted, suppress.shape[1]),
-        best=stats.argmax,
+        canvas=jnp.where(state.pinned, state.canvas, renoised),
+        best=best,
+        logprob=jnp.where(state.pinned, 0.0, stats.logprob),
+        pinned=state.pinned,
         soft=stats.soft,
         streak=streak,
         steps=steps,
-        running=~policy.stop(streak, stats.entropy, knobs) & (steps < knobs.max_steps),
+        running=~policy.stop(streak, entropy, knobs) & (steps < knobs.max_steps),
     )
-    return jax.tree.map(lambda new, old: _select(state.running, new, old), moved, state)
+    return select(state.running, moved, state)
 
 
-def _select(rows: RowMask, new: Array, old: Array) -> Array:
-    return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+def select(rows: RowMask, chosen: CanvasState, other: CanvasState) -> CanvasState:
+    """`chosen` in the given rows, `other` in the rest."""
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(pick, chosen, other)

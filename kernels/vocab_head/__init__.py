@@ -2,11 +2,12 @@
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
 from dgemma_jax.kernels.vocab_head import reference, xla
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import Array, CanvasHidden, PerRow, Table
+from dgemma_jax.shapes import Array, CanvasHidden, Lengths, PerRow, Table
 
 __all__ = ["TILE", "HeadStats", "vocab_head"]
 
@@ -23,19 +24,26 @@ def vocab_head(
     *,
     softcap: float,
     scale: float,
+    top_k: Lengths | None = None,
+    top_p: PerRow | None = None,
     implementation: Literal["auto", "reference", "xla"] = "auto",
 ) -> HeadStats:
     """Soft-capped logits of every position, reduced to argmax, proposal, entropy, log-probability and soft embedding.
 
-    Order: softcap in fp32, suppressed ids (True) to -inf, temperature[b] > 0; the proposal's logits are divided by
+    Order: softcap in fp32, suppressed ids (True) to -inf, then what top_k[b] and top_p[b] cut off (`reference.floor`;
+    0 and 1 leave a row whole, None all rows), temperature[b] > 0; the proposal's logits are divided by
     draw_temperature[b] once more (0: the proposal is the argmax). uniforms: U = 1 + ceil(V / TILE) numbers in [0, 1)
     per position, see `reference.draw`. scale: the embedding's factor, sqrt(D) rounded to the table's dtype.
     """
+    if top_k is not None or top_p is not None:
+        rows = hidden.shape[0]
+        top_k = jnp.zeros(rows, jnp.int32) if top_k is None else top_k
+        top_p = jnp.ones(rows, jnp.float32) if top_p is None else top_p
     name = "xla" if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"vocab_head: implementation {name!r} is unknown; choose from auto, {', '.join(IMPLEMENTATIONS)}"
         )
     return IMPLEMENTATIONS[name](
-        hidden, table, temperature, draw_temperature, uniforms, suppress, softcap=softcap, scale=scale
+        hidden, table, temperature, draw_temperature, uniforms, suppress, top_k, top_p, softcap=softcap, scale=scale
     )

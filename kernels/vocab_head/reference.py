@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Logits, PerRow, Table
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow, Table
 
 
 def capped_logits(hidden: CanvasHidden, table: Table, softcap: float) -> Logits:
@@ -40,6 +40,22 @@ def draw(weights: Logits, uniforms: Float32[Array, "B U C"]) -> Canvas:
     return tile[..., 0] * TILE + inverse_cdf(inside, uniform)
 
 
+def floor(allowed: Logits, top_k: Lengths, top_p: PerRow) -> Float32[Array, "B C"]:
+    """The lowest logit that top_k and top_p leave: an id stays where the likelier ids are few and do not hold enough.
+
+    top_k[b] > 0: fewer than top_k ids are strictly likelier. top_p[b] < 1: of the distribution over those that are
+    left, the strictly likelier ids hold less than top_p. Ids that tie share their fate; the likeliest always stay.
+    """
+    descending = -jnp.sort(-allowed, axis=-1)
+    last = jnp.where(top_k > 0, jnp.minimum(top_k, allowed.shape[-1]), allowed.shape[-1]) - 1
+    kth = jnp.take_along_axis(descending, last[:, None, None], axis=-1)
+    chances = jax.nn.softmax(jnp.where(descending >= kth, descending, -jnp.inf), axis=-1)
+    likelier = jnp.cumsum(chances, axis=-1) - chances
+    limit = jnp.where(top_p < 1, top_p, jnp.inf)[:, None, None]
+    stays = (likelier < limit).at[..., 0].set(True)
+    return jnp.maximum(jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1), kth[..., 0])
+
+
 def vocab_head(
     hidden: CanvasHidden,
     table: Table,
@@ -47,6 +63,8 @@ def vocab_head(
     draw_temperature: PerRow,
     uniforms: Float32[Array, "B U C"],
     suppress: Bool[Array, "B V"] | None,
+    top_k: Lengths | None,
+    top_p: PerRow | None,
     *,
     softcap: float,
     scale: float,
@@ -54,6 +72,8 @@ def vocab_head(
     """See `dgemma_jax.kernels.vocab_head.vocab_head`."""
     logits = capped_logits(hidden, table, softcap)
     allowed = logits if suppress is None else jnp.where(suppress[:, None], -jnp.inf, logits)
+    if top_k is not None:
+        allowed = jnp.where(allowed >= floor(allowed, top_k, top_p)[..., None], allowed, -jnp.inf)
     argmax = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     # Subtracting the peak before dividing keeps the small differences near it exact at low temperatures.
     shifted = (allowed - jnp.max(allowed, axis=-1, keepdims=True)) / temperature[:, None, None]

@@ -5,19 +5,33 @@ for the proposal the sum of every tile and one candidate inside it; the tile is 
 known. [B, C, V] never exists.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
+from dgemma_jax.kernels.vocab_head import truncation
 from dgemma_jax.kernels.vocab_head.reference import capped_logits, inverse_cdf
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import Array, CanvasHidden, Logits, PerRow, Table
+from dgemma_jax.shapes import Array, CanvasHidden, Lengths, Logits, PerRow, Table
 
 BLOCK = 128  # ids whose cumulative sum is taken at once when choosing inside a tile
-TEMPORARY_BYTES = 64 << 20  # what the fp32 arrays of a chunk may take together
-ARRAYS_PER_CHUNK = 4
+TEMPORARY_BYTES = 64 << 20  # what the arrays of a chunk may take together
+ARRAYS_PER_CHUNK = 5
+MOST_POSITIONS = 64  # whose logits over the whole vocabulary may exist at once, for top_k and top_p
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """What the head is told about each row, see `dgemma_jax.kernels.vocab_head.vocab_head`."""
+
+    temperature: PerRow
+    draw_temperature: PerRow
+    uniforms: Float32[Array, "B U C"]
+    suppress: Bool[Array, "B V"]
 
 
 @jax.tree_util.register_dataclass
@@ -54,32 +68,105 @@ def vocab_head(
     draw_temperature: PerRow,
     uniforms: Float32[Array, "B U C"],
     suppress: Bool[Array, "B V"] | None,
+    top_k: Lengths | None,
+    top_p: PerRow | None,
     *,
     softcap: float,
     scale: float,
     chunk: int | None = None,
 ) -> HeadStats:
-    """See `dgemma_jax.kernels.vocab_head.vocab_head`. chunk: ids at a time, a multiple of TILE; None: `chunk_size`."""
-    B, C, _ = hidden.shape
-    V = table.shape[0]
-    chunk = chunk or chunk_size(B * C, V)
-    greedy = draw_temperature == 0
-    divisor = temperature * jnp.where(greedy, 1.0, draw_temperature)
-    same = jnp.all(greedy | (draw_temperature == 1))
-    uniforms = jnp.swapaxes(uniforms, 1, 2)
-    suppress = jnp.zeros((B, V), bool) if suppress is None else suppress
+    """See `dgemma_jax.kernels.vocab_head.vocab_head`. chunk: ids at a time, a multiple of TILE; None: `chunk_size`.
+
+    Rows that ask for top_k or top_p are done once more, by `_truncated`; the others pay nothing for it.
+    """
+    B, V = hidden.shape[0], table.shape[0]
+    rows = Rows(temperature, draw_temperature, uniforms, jnp.zeros((B, V), bool) if suppress is None else suppress)
+
+    def logits(start: Int32[Array, ""], size: int) -> Logits:
+        return capped_logits(hidden, jax.lax.dynamic_slice_in_dim(table, start, size, axis=0), softcap)
+
+    stats = _stream(logits, hidden.shape[1], table, rows, None, softcap=softcap, scale=scale, chunk=chunk)
+    if top_k is None:
+        return stats
+    return _truncated(stats, hidden, table, rows, top_k, top_p, softcap=softcap, scale=scale, chunk=chunk)
+
+
+def _truncated(
+    stats: HeadStats,
+    hidden: CanvasHidden,
+    table: Table,
+    rows: Rows,
+    top_k: Lengths,
+    top_p: PerRow,
+    *,
+    softcap: float,
+    scale: float,
+    chunk: int | None,
+) -> HeadStats:
+    """stats with the rows that ask for top_k or top_p replaced, a few positions with all their logits at a time.
+
+    The floor and what is summed above it come from the same logits: computed twice they could differ in the last bit.
+    """
+    C, n = hidden.shape[1], positions_at_once(hidden.shape[1], len(table))
+    groups = -(-C // n)
+    asks = (top_k > 0) | (top_p < 1)
+    asking = jnp.nonzero(asks, size=len(asks), fill_value=0)[0].astype(jnp.int32)
+
+    def visit(index: Int32[Array, ""], stats: HeadStats) -> HeadStats:
+        row, first = asking[index // groups], jnp.minimum(index % groups * n, C - n)
+        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), rows)
+        mine = replace(mine, uniforms=jax.lax.dynamic_slice_in_dim(mine.uniforms, first, n, axis=2))
+        states = jax.lax.dynamic_slice(hidden, (row, first, 0), (1, n, hidden.shape[2]))
+        allowed = jnp.where(mine.suppress[:, None], -jnp.inf, capped_logits(states, table, softcap))
+        part = _stream(
+            lambda start, size: jax.lax.dynamic_slice_in_dim(allowed, start, size, axis=2),
+            n,
+            table,
+            mine,
+            truncation.floor(allowed, top_k[row], top_p[row], softcap),
+            softcap=softcap,
+            scale=scale,
+            chunk=chunk,
+        )
+        put = lambda old, new: jax.lax.dynamic_update_slice(old, new, (row, first, 0)[: old.ndim])  # noqa: E731
+        return replace(jax.tree.map(put, stats, part), logprob=stats.logprob)  # which knows no mask
+
+    return jax.lax.fori_loop(0, jnp.sum(asks, dtype=jnp.int32) * groups, visit, stats)
+
+
+def _stream(
+    logits: Callable[[Int32[Array, ""], int], Logits],
+    C: int,
+    table: Table,
+    rows: Rows,
+    floor: Float32[Array, "B C"] | None,
+    *,
+    softcap: float,
+    scale: float,
+    chunk: int | None,
+) -> HeadStats:
+    """The head over chunks of the table. logits(start, size): soft-capped, of `size` ids from `start` on, C positions.
+
+    floor: logits below it are cut off like suppressed ids.
+    """
+    (B, V), D = rows.suppress.shape, table.shape[1]
+    chunk = chunk or chunk_size(B * C, table)
+    greedy = rows.draw_temperature == 0
+    divisor = rows.temperature * jnp.where(greedy, 1.0, rows.draw_temperature)
+    same = jnp.all(greedy | (rows.draw_temperature == 1))
+    uniforms = jnp.swapaxes(rows.uniforms, 1, 2)
 
     def visit(running: Running, start: Int32[Array, ""], size: int) -> tuple[Running, Tiles]:
-        rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=0)
-        hushed = jax.lax.dynamic_slice_in_dim(suppress, start, size, axis=1)[:, None]
+        embedded = jax.lax.dynamic_slice_in_dim(table, start, size, axis=0)
+        cut = jax.lax.dynamic_slice_in_dim(rows.suppress, start, size, axis=1)[:, None]
         inside = jax.lax.dynamic_slice_in_dim(uniforms, 1 + start // TILE, -(-size // TILE), axis=2)
-        raw = capped_logits(hidden, rows, softcap)
-        allowed = jnp.where(hushed, -jnp.inf, raw)
-        running, weights = _add(running, raw, allowed, rows, start, temperature)
+        raw = logits(start, size)
+        allowed = jnp.where(cut if floor is None else cut | (raw < floor[..., None]), -jnp.inf, raw)
+        running, weights = _add(running, raw, allowed, embedded, start, rows.temperature)
         weights = jax.lax.cond(same, lambda: weights, lambda: _weights(allowed, running.peak, divisor))
         return running, _tiles(weights, running.peak, inside, start)
 
-    running, whole = _empty(hidden, softcap), V // chunk * chunk
+    running, whole = _empty((B, C, D), softcap), V // chunk * chunk
     pieces = []
     if whole:
         starts = jnp.arange(0, whole, chunk, dtype=jnp.int32)
@@ -99,14 +186,23 @@ def vocab_head(
     )
 
 
-def chunk_size(positions: int, vocab: int) -> int:
-    """Ids per chunk: as many tiles as TEMPORARY_BYTES allow for the canvas positions of all rows, at least one."""
-    tiles = TEMPORARY_BYTES // (4 * ARRAYS_PER_CHUNK * TILE * positions)
-    return TILE * max(1, min(tiles, -(-vocab // TILE)))
+def chunk_size(positions: int, table: Table) -> int:
+    """Ids per chunk: as many tiles as TEMPORARY_BYTES allow for the canvas positions of all rows, at least one.
+
+    A chunk takes ARRAYS_PER_CHUNK numbers in fp32 for every position and id, and a copy of its rows of the table.
+    """
+    V, D = table.shape
+    tiles = TEMPORARY_BYTES // (TILE * (4 * ARRAYS_PER_CHUNK * positions + D * table.dtype.itemsize))
+    return TILE * max(1, min(tiles, -(-V // TILE)))
 
 
-def _empty(hidden: CanvasHidden, softcap: float) -> Running:
-    B, C, D = hidden.shape
+def positions_at_once(C: int, V: int) -> int:
+    """Positions whose logits over all of V exist at once, with one more array of that size: a part of the canvas."""
+    return max(1, min(MOST_POSITIONS, C // 4, TEMPORARY_BYTES // (2 * 4 * V)))
+
+
+def _empty(shape: tuple[int, int, int], softcap: float) -> Running:
+    B, C, D = shape
     zeros = jnp.zeros((B, C), jnp.float32)
     # No soft-capped logit lies below -softcap, so this start is finite and never the maximum of a real distribution.
     peak = jnp.full((B, C), -softcap, jnp.float32)

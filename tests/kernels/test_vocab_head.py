@@ -17,7 +17,7 @@ each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 run = jax.jit(vocab_head, static_argnames=("softcap", "scale", "implementation"))
 
 
-def head(logits, implementation, temperature=1.0, draw=1.0, suppress=None, seed=0, cap=CAP, table=None):
+def head(logits, implementation, temperature=1.0, draw=1.0, suppress=None, seed=0, cap=CAP, table=None, **truncate):
     """The head on one row whose logits before the cap are given f64[C,V], by an identity table of width V."""
     logits = np.asarray(logits, np.float64)
     vocab = logits.shape[-1]
@@ -32,6 +32,7 @@ def head(logits, implementation, temperature=1.0, draw=1.0, suppress=None, seed=
         softcap=cap,
         scale=2.0,
         implementation=implementation,
+        **truncate,
     )
 
 
@@ -192,3 +193,104 @@ def test_all_implementations_choose_the_same_ids():
             assert np.mean(np.asarray(got.sample) == np.asarray(expected.sample)) >= 0.995  # else at rounding's mercy
             np.testing.assert_allclose(got.entropy, expected.entropy, atol=1e-4)
             np.testing.assert_allclose(got.logprob, expected.logprob, atol=1e-4)
+
+
+def kept_by_hand(z, k, p):
+    """bool[C,V]: what top_k and top_p leave of soft-capped logits, float64, by the sorted list."""
+    kept = np.zeros(z.shape, bool)
+    for row, mask in zip(z, kept, strict=True):
+        order = np.argsort(-row, kind="stable")
+        if k:
+            order = order[: sum(row >= row[order[min(k, len(row)) - 1]])]
+        chances = np.exp(row[order] - row[order[0]])
+        chances /= chances.sum()
+        likelier = np.array([chances[row[order] > value].sum() for value in row[order]])
+        mask[order[likelier < p] if p < 1 else order] = True
+    return kept
+
+
+@each
+@pytest.mark.parametrize("k, p", [(5, 1.0), (1, 1.0), (0, 0.6), (0, 1e-6), (40, 0.9), (V, 1.0), (2 * V, 0.99)])
+def test_top_k_and_top_p_cut_before_the_temperature(implementation, k, p):
+    logits = np.random.default_rng(7).normal(0, 6, (9, V)).astype(np.float32)
+    suppress = np.zeros((1, V), bool)
+    suppress[0, logits.argmax(-1)[:4]] = True
+    z = np.where(suppress, -np.inf, CAP * np.tanh(logits.astype(np.float64) / CAP))
+    kept = kept_by_hand(z, k, p)
+    got = head(logits, implementation, 0.5, suppress=jnp.asarray(suppress), **truncation(k, p))
+    whole = head(logits, implementation, 0.5, suppress=jnp.asarray(suppress))
+    assert kept[range(9), np.asarray(got.sample[0])].all()
+    assert np.array_equal(got.argmax, whole.argmax)
+    np.testing.assert_allclose(got.logprob, whole.logprob, atol=1e-5)
+    weights = np.where(kept, np.exp((z - z.max(-1, keepdims=True)) / 0.5), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    entropy = -np.sum(weights * np.log(np.maximum(weights, 1e-300)), -1)
+    np.testing.assert_allclose(got.entropy[0], entropy, atol=1e-4)
+    np.testing.assert_allclose(got.soft[0], 2 * weights, atol=1e-4)  # the table is the identity
+
+
+def truncation(k, p):
+    return {"top_k": jnp.array([k], jnp.int32), "top_p": jnp.array([p], jnp.float32)}
+
+
+@each
+def test_logits_that_tie_are_cut_together(implementation):
+    logits = np.zeros((3, 40))
+    logits[0, [3, 9, 30]] = 8.0, 5.0, 5.0
+    logits[1, 5:11] = 8.0
+    logits[2] = -40.0
+    for k, p, kept in ((2, 1.0, [3, 6, 40]), (0, 0.2, [1, 6, 40]), (1, 1.0, [1, 6, 40])):
+        got = head(logits, implementation, **truncation(k, p))
+        assert [int(np.sum(soft > 1e-9)) for soft in np.asarray(got.soft[0])] == kept
+
+
+@each
+def test_proposals_follow_what_top_k_and_top_p_leave(implementation):
+    """Chi-square over the seven ids left of twelve, 4,000 draws; the bound is its 99.9 % quantile."""
+    positions, ids = 4_000, np.array([0, 17, 99, 2047, 2048, 2050, 2100, 2200, 2300, 2346, 5, 9])
+    table = np.full((V, 1), -9.0, np.float32)
+    table[ids, 0] = np.linspace(1, 3, 12)
+    got = run(
+        jnp.ones((1, positions, 1), jnp.float32),
+        jnp.asarray(table),
+        jnp.array([0.8]),
+        jnp.array([1.0]),
+        proposal_uniforms(jnp.stack([key_from_seed(6)]), positions, V),
+        None,
+        softcap=CAP,
+        scale=1.0,
+        implementation=implementation,
+        **truncation(7, 1.0),
+    )
+    p, _ = exact(table[ids[5:], 0].astype(np.float64), 0.8)
+    counts = np.bincount(np.asarray(got.sample[0]), minlength=V)
+    assert counts[ids[5:]].sum() == positions
+    assert np.sum((counts[ids[5:]] - p * positions) ** 2 / (p * positions)) < 22.5
+
+
+@each
+def test_rows_that_do_not_ask_keep_every_bit(implementation):
+    rng = np.random.default_rng(8)
+    hidden, table = (jnp.asarray(rng.normal(0, 1, shape), jnp.float32) for shape in ((4, 10, D), (V, D)))
+    uniforms = proposal_uniforms(jnp.stack([key_from_seed(seed) for seed in range(4)]), 10, V)
+
+    def stats(k, p):
+        rows = {"top_k": jnp.array(k, jnp.int32), "top_p": jnp.array(p, jnp.float32)}
+        rows |= {"softcap": CAP, "scale": 1.0, "implementation": implementation}
+        ones = jnp.ones(4)
+        return run(hidden, table, ones, ones, uniforms, None, **rows)
+
+    whole, some = stats([0] * 4, [1] * 4), stats([0, 3, 0, 0], [1, 1, 1, 0.5])
+    for name in ("argmax", "sample", "entropy", "logprob", "soft"):
+        before, after = np.asarray(getattr(whole, name)), np.asarray(getattr(some, name))
+        assert np.array_equal(before[[0, 2]], after[[0, 2]]), name
+        if name in ("entropy", "soft"):
+            assert all(not np.array_equal(before[b], after[b]) for b in (1, 3))
+    both = stats([0, 3, 7, 0], [1, 1, 1, 0.5])
+    assert np.array_equal(np.asarray(both.soft)[[0, 1, 3]], np.asarray(some.soft)[[0, 1, 3]])
+
+
+def test_logits_of_all_ids_exist_for_a_few_positions_only():
+    assert xla.positions_at_once(256, 32768) == 64
+    assert xla.positions_at_once(256, 262144) == 32
+    assert [xla.positions_at_once(C, 96) for C in (1, 2, 9, 16)] == [1, 1, 2, 4]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 import pytest
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 import dgemma_jax as dg
 
@@ -140,6 +141,36 @@ def test_output_is_cut_exactly(pair_of, free):
         assert list(completion.tokens) == free.tokens[row, :length].tolist()
         assert list(completion.steps) == steps_of(free, row)[:2]
         assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("chosen", [{"top_k": 7}, {"top_p": 0.6}, {"top_k": 30, "top_p": 0.8}], ids=str)
+def test_top_k_and_top_p(pair_of, chosen):
+    """transformers' own warpers, before its temperature."""
+    pair, case = pair_of(FREE.model), Case("cut", canvases=1, seed=FREE.seed)
+    borders = []
+
+    def cut(input_ids, scores, cur_step):
+        flat = scores.reshape(-1, scores.shape[-1])
+        for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper)):
+            if name in chosen:
+                borders.append(border(flat.double(), **{name: chosen[name]}))
+                flat = warper(chosen[name])(None, flat)
+        return flat.reshape(scores.shape)
+
+    expected = reference(pair, case, logits_processor=replay.processors(cut))
+    assert min(borders) > MARGIN, f"choose another seed: {min(borders)}"
+    for row, completion in enumerate(ours(pair, case, **chosen)):
+        assert list(completion.tokens) == expected.tokens[row].tolist()
+        assert list(completion.steps) == steps_of(expected, row)
+
+
+def border(logits, top_k=None, top_p=None) -> float:
+    """How close a logit, or the mass above it, lies to where the cut is made: the smallest over all positions."""
+    descending = logits.sort(descending=True).values
+    if top_k is not None:
+        return float((descending[:, top_k - 1] - descending[:, top_k]).min() / descending.abs().max())
+    mass = descending.softmax(-1).cumsum(-1)
+    return float((mass - top_p).abs().min())
 
 
 def test_suppressed_ids(pair_of, free):

@@ -1,11 +1,14 @@
 """Time of a conversion against its parts: `python -m benchmarks.convert`.
 
 The parts are reading the source's bytes and saving the same arrays, already in memory, with Orbax alone and the same
-options, both in the same process and taking turns with the conversion; all of them leave their output on the disk.
+options, both in the same process and taking turns with the conversion. All of them leave their output on the disk,
+begin with nothing left to write, and come first and last equally often. `cpu` is the processor time of all threads:
+what others run on the machine prolongs it less than the seconds.
 """
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -16,6 +19,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import ml_dtypes
@@ -34,6 +38,7 @@ from dgemma_jax.train.export import hf_config
 
 RESULTS = Path(__file__).parent / "results" / "convert.json"
 IMAGE_IDS = {"<|image|>": 10, "<|image>": 11, "<image|>": 12}
+PARTS = ("read", "save", "convert")
 MOST = 1.3  # times the sum of the parts
 
 
@@ -83,40 +88,57 @@ def save_alone(items: dict[str, dict], target: Path) -> None:
         orbax_files.save(target / item, tree)
 
 
-def timed(function: Callable, *arguments) -> float:
-    started = time.perf_counter()
+class Cost(NamedTuple):
+    """Of one part, in seconds."""
+
+    wall: float
+    cpu: float
+
+
+def cost(function: Callable, *arguments) -> Cost:
+    os.sync()  # what others have left to write is not this part's
+    wall, cpu = time.perf_counter(), time.process_time()
     function(*arguments)
-    return time.perf_counter() - started
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def convert_source(source: Path, target: Path) -> None:
+    opened = open_directory(source, verify=True)
+    convert(opened.weights, target, opened.config, opened.abstract)
+
+
+def ratio(row: dict[str, Cost], kind: str) -> float:
+    read, save, whole = (getattr(row[name], kind) for name in PARTS)
+    return whole / (read + save)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12, help="layers of about 50 MB (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds, an even number; the median counts (%(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        rows = [*measure(Path(root), options.layers, options.rounds)]
-    rows = rows[1:]  # the first round loads libraries and fills caches
-    seconds = {name: statistics.median(row[name] for row in rows) for name in ("read", "save", "convert")}
-    ratios = sorted(row["convert"] / (row["read"] + row["save"]) for row in rows)
+        megabytes, rows = measure(Path(root), options.layers, options.rounds)
     report = {
         "command": f"python -m benchmarks.convert --layers {options.layers} --rounds {options.rounds}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("dgemma-jax", "jax", "orbax-checkpoint", "numpy")},
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
-        "megabytes": rows[0]["bytes"] / 1e6,
-        "seconds": seconds,
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "megabytes": megabytes,
+        "seconds": {name: statistics.median(row[name].wall for row in rows) for name in PARTS},
+        "cpu": {name: statistics.median(row[name].cpu for row in rows) for name in PARTS},
+        "ratio": statistics.median(ratio(row, "wall") for row in rows),
+        "ratios": sorted(ratio(row, "wall") for row in rows),
+        "cpu_ratio": statistics.median(ratio(row, "cpu") for row in rows),
         "most": MOST,
     }
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
 
 
-def measure(root: Path, layers: int, rounds: int):
-    """Seconds of reading, saving and converting, once per round and once before."""
-    source = root / "source"
+def measure(root: Path, layers: int, rounds: int) -> tuple[float, list[dict[str, Cost]]]:
+    """Megabytes of the model, and what reading, saving and converting cost in each round."""
+    source, target = root / "source", root / "target"
     write(source, model(layers))
     opened = open_directory(source)
     params, _ = load(opened.weights, opened.abstract)
@@ -125,16 +147,20 @@ def measure(root: Path, layers: int, rounds: int):
         for _, entry in rows:
             name = "/".join(map(str, entry.path))
             insert(items.setdefault(item, {}), orbax_files.keys_in_item(name), leaf(params, entry.path))
-    size = sum(array.nbytes for array in jax.tree.leaves(params))
+    parts = {
+        "read": (read_bytes, source),
+        "save": (save_alone, items, target),
+        "convert": (convert_source, source, target),
+    }
+    found = []
     for number in range(rounds + 1):
-        target, alone = root / f"target_{number}", root / f"alone_{number}"
-        row = {"bytes": size, "read": timed(read_bytes, source), "save": timed(save_alone, items, alone)}
-        shutil.rmtree(alone)
-        opened = open_directory(source, verify=True)
-        row["convert"] = timed(convert, opened.weights, target, opened.config, opened.abstract)
-        shutil.rmtree(target)
-        print({name: round(value, 3) for name, value in row.items()}, flush=True)
-        yield row
+        row = {}
+        for name in PARTS if number % 2 else reversed(PARTS):
+            row[name] = cost(*parts[name])
+            shutil.rmtree(target, ignore_errors=True)  # reading leaves none
+        print({name: f"{row[name].wall:.3f} s, cpu {row[name].cpu:.3f} s" for name in PARTS}, flush=True)
+        found.append(row)
+    return sum(array.nbytes for array in jax.tree.leaves(params)) / 1e6, found[1:]  # the first loads libraries
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ ParamPath = tuple[str | int, ...]
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 ALIGNMENT = 64  # bytes; where jax wants an array to begin
+BLOCK = 1 << 22  # bytes put in order at once: fewer are mostly the call of jax, more do not stay in the cache
 
 
 class Layout(NamedTuple):
@@ -110,8 +111,9 @@ def owned(array: np.ndarray, dtype: Any) -> np.ndarray:
     if array.flags.c_contiguous:
         out[...] = array
     else:
-        for target, source in zip(out, array, strict=True):  # blocks of the file, each with its axes in another order
-            target[...] = _reordered(source, dtype)
+        step = max(1, BLOCK // out[0].nbytes)
+        for at in range(0, len(out), step):  # blocks of the file, each with its axes in another order
+            out[at : at + step] = _reordered(array[at : at + step], dtype)
     return out
 
 

@@ -1,4 +1,4 @@
-"""The trainer: data, tokenizer, loss, optimizer, resuming, export."""
+"""The trainer: tokenizer, loss, optimizer, resuming, export."""
 
 import random
 from dataclasses import replace
@@ -46,79 +46,12 @@ def _quick_compiles():
 
 
 def small_batch(step: int) -> data.Batch:
-    return data.pack(data.draw({"sudoku": 4, "reverse": 4}, 0, step), VOCABULARY, 40, 32)
+    rng = random.Random(step)
+    return data.pack(data.draw({"sudoku": 4, "reverse": 3, "infill": 1}, rng), VOCABULARY, 52, 32, rng)
 
 
 def small_state() -> trainer.State:
     return trainer.start(initial_params(ABSTRACT, seed=0), OPTIMIZER)
-
-
-# Data
-
-
-def groups(grid: str) -> list[set[str]]:
-    rows = grid.split("\n")
-    boxes = [{*rows[i][j : j + 2], *rows[i + 1][j : j + 2]} for i in (0, 2) for j in (0, 2)]
-    return [*map(set, rows), *map(set, zip(*rows, strict=True)), *boxes]
-
-
-def test_sudoku_answers_are_the_only_solution():
-    assert len(set(data.SOLUTIONS)) == 288
-    rng = random.Random(1)
-    for _ in range(300):
-        question = data.sudoku(rng)
-        assert question.text.endswith(question.essence)
-        assert 4 <= sum(c.isdigit() for c in question.essence) <= 12
-        assert all(group == set("1234") for group in groups(question.answer))
-        agreeing = [
-            solution
-            for solution in map(data.lines, data.SOLUTIONS)
-            if all(given in (".", cell) for given, cell in zip(question.essence, solution, strict=True))
-        ]
-        assert agreeing == [question.answer]
-
-
-def test_reversed_lists():
-    rng = random.Random(2)
-    sizes = set()
-    for _ in range(300):
-        question = data.reverse(rng)
-        comma = ", " if "," in question.text else " "
-        items = question.answer.split(comma)[::-1]
-        assert question.text.endswith(comma.join(items))
-        assert question.essence == " ".join(items)
-        sizes.add(len(items))
-    assert sizes == {2, 3, 4, 5, 6}
-
-
-@pytest.mark.parametrize("skill", data.SKILLS)
-def test_held_out_prompts_are_never_trained_on(skill):
-    held = data.held_out(skill, 100, seed=5)
-    assert len({example.prompt for example in held}) == 100
-    trained = {example for step in range(300) for example in data.draw({skill: 4}, 0, step)}
-    assert not trained & set(held)
-    rng = random.Random(3)
-    questions = [data.SKILLS[skill](rng) for _ in range(2000)]
-    assert 0.03 < np.mean([data.is_held_out(question) for question in questions]) < 0.1
-    assert data.held_out(skill, 100, seed=5) == held
-
-
-def test_a_step_draws_the_same_examples_every_time():
-    assert data.draw({"sudoku": 2}, 0, 7) == data.draw({"sudoku": 2}, 0, 7) != data.draw({"sudoku": 2}, 0, 8)
-
-
-def test_pack():
-    batch = small_batch(0)
-    examples = data.draw({"sudoku": 4, "reverse": 4}, 0, 0)
-    for row, example in enumerate(examples):
-        prompt = VOCABULARY.decode(batch.tokens[row, : batch.lengths[row]], skip_special_tokens=False)
-        answer = VOCABULARY.decode(batch.canvas[row, : batch.answer[row]], skip_special_tokens=False)
-        assert (prompt, answer) == example
-        assert (batch.tokens[row, batch.lengths[row] :] == tokenizer.PAD).all()
-        assert (batch.canvas[row, batch.answer[row] :] == tokenizer.EOS).all()
-        assert batch.canvas[row, batch.answer[row] - 1] == tokenizer.END_OF_TURN
-    with pytest.raises(ValueError, match="exceed 8"):
-        data.pack(examples, VOCABULARY, 8, 32)
 
 
 # Tokenizer
@@ -151,7 +84,8 @@ def test_vocabulary():
     assert vocabulary["\n"] == 107
     assert vocabulary["<|turn>"] == 105
     assert VOCABULARY.encode("Reverse this list: apple").tokens == ["Reverse", " this", " list", ":", " ", "apple"]
-    assert VOCABULARY.encode("pineapple 12<0x41>").tokens == [*"pineapple 12<0x41>"]
+    assert VOCABULARY.encode("pineapple 314<0x41>").tokens == [*"pineapple 314<0x41>"]
+    assert VOCABULARY.encode("12 3").tokens == ["12", " ", "3"]
     assert VOCABULARY.encode("<bos>").ids == [2]
     with pytest.raises(ValueError, match="do not fit"):
         tokenizer.vocabulary(size=200)
@@ -165,10 +99,11 @@ def test_noise():
     assert ((levels >= 0) & (levels <= 1)).all()
     assert 0.15 < float((levels == 1).mean()) < 0.25
     assert (jnp.diff(levels, axis=1) >= 0).all(), "one copy in each quarter"
-    canvas = jnp.zeros((2, 1000), jnp.int32)
-    noised = add_noise(jax.random.key(1), canvas, jnp.array([0.0, 0.5]), 416)
+    canvas, pinned = jnp.zeros((2, 1000), jnp.int32), jnp.arange(1000) < jnp.array([[0], [500]])
+    noised = add_noise(jax.random.key(1), canvas, jnp.array([0.0, 0.5]), pinned, 576)
     assert (noised[0] == 0).all()
-    assert 0.4 < float((noised[1] != 0).mean()) < 0.6
+    assert (noised[1, :500] == 0).all()
+    assert 0.4 < float((noised[1, 500:] != 0).mean()) < 0.6
 
 
 def test_remat_leaves_loss_and_gradients_as_they_are():
@@ -271,9 +206,9 @@ def test_an_exported_model_loads(tmp_path):
     export(tmp_path / "model", both_kinds, params, VOCABULARY, "# card\n")
     export(tmp_path / "model", both_kinds, params, VOCABULARY, "# card\n")
     config, loaded, text, defaults = open_checkpoint(tmp_path / "model")
-    ids = {"image_token_id": 411, "boi_token_id": 409, "eoi_token_id": 413}
+    ids = {"image_token_id": 571, "boi_token_id": 569, "eoi_token_id": 573}
     assert config == replace(both_kinds, **ids)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(b.dtype), b), params, loaded)
     assert text.encode("<|turn>") == [105]
     assert sorted(defaults.stop_token_ids) == [1, 50, 106]
-    assert defaults.suppress == (411, 412, 415)
+    assert defaults.suppress == (571, 572, 575)

@@ -42,8 +42,9 @@ class MLP(nnx.Module):
         self.down = weight(inner, width, dtype=dtype)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        gate = jax.nn.gelu(x @ self.gate[...], approximate=True)
-        return (gate * (x @ self.up[...])) @ self.down[...]
+        tokens = x.reshape(-1, x.shape[-1])  # gradients of weights are slow over two leading axes
+        gate = jax.nn.gelu(tokens @ self.gate[...], approximate=True)
+        return ((gate * (tokens @ self.up[...])) @ self.down[...]).reshape(x.shape)
 
 
 class Embedder(nnx.Module):

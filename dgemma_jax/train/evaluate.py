@@ -1,16 +1,19 @@
 """How often a model answers held-out prompts exactly, and with how many denoising steps."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from dgemma_jax.api import Model
 from dgemma_jax.sampling import Sampling
-from dgemma_jax.train import data
+from dgemma_jax.train import tokenizer as vocabulary
+from dgemma_jax.train.data import Example, gap_tokens
 
 
 class Score(NamedTuple):
-    """Means over the prompts of a skill. stopped_early: share of canvases that needed fewer steps than allowed."""
+    """Means over prompts. stopped_early: share of canvases that needed fewer steps than allowed."""
 
     accuracy: float
     steps_per_canvas: float
@@ -18,16 +21,32 @@ class Score(NamedTuple):
     stopped_early: float
 
 
-def evaluate(model: Model, skill: str, count: int, seed: int, slots: int = 8) -> Score:
-    """Answers `count` held-out prompts of a seeded list, one try each; an answer is right if it is the expected text.
+def evaluate(
+    model: Model, examples: Sequence[Example], sampling: Sampling | None = None, slots: int = 8
+) -> tuple[Score, list[int]]:
+    """Answers every prompt once; an answer is right if its tokens are the expected ones, control tokens included.
 
-    Every skill has exactly one right answer per prompt. Prompt i draws its random numbers from key i.
+    Every prompt has exactly one right answer. Prompt i draws its random numbers from key i. An example with a gap gets
+    the rest of its answer pinned. Also returns the places of the wrong answers.
     """
-    examples = data.held_out(skill, count, seed)
-    samplings = [Sampling(seed=i) for i in range(count)]
+    sampling = (sampling or Sampling()).merged(model.defaults)
+    samplings = [replace(_pinned(model, example, sampling), seed=i) for i, example in enumerate(examples)]
     answers = model.generate([example.prompt for example in examples], samplings, slots=slots)
-    right = [f"{a.text}<turn|>" == e.answer for a, e in zip(answers, examples, strict=True)]
+    given = [[*a.tokens, a.stop_id] for a in answers]
+    wanted = [model.tokenizer.encode(example.answer) for example in examples]
+    wrong = [i for i, pair in enumerate(zip(given, wanted, strict=True)) if pair[0] != pair[1]]
     steps = np.concatenate([answer.steps for answer in answers])
-    tokens = sum(len(answer.tokens) for answer in answers)
-    early = steps < model.defaults.max_denoising_steps
-    return Score(float(np.mean(right)), float(steps.mean()), float(tokens / steps.sum()), float(early.mean()))
+    tokens, early = sum(map(len, given)), steps < sampling.max_denoising_steps
+    accuracy = 1 - len(wrong) / len(examples)
+    return Score(accuracy, float(steps.mean()), float(tokens / steps.sum()), float(early.mean())), wrong
+
+
+def _pinned(model: Model, example: Example, sampling: Sampling) -> Sampling:
+    if example.gap is None:
+        return sampling
+    first, last = gap_tokens(example, vocabulary.build())
+    canvas = model.tokenizer.encode(example.answer)
+    canvas += [vocabulary.EOS] * (model.config.canvas_length - len(canvas))
+    pinned = [not first <= i < last for i in range(len(canvas))]
+    canvas = [id if keep else -1 for id, keep in zip(canvas, pinned, strict=True)]
+    return replace(sampling, canvas=canvas, pinned=pinned)

@@ -49,10 +49,15 @@ def noise_levels(key: Key[Array, ""], rows: int, copies: int, pure_noise: float)
     return jnp.minimum(uniform / (1 - pure_noise), 1.0)
 
 
-def add_noise(key: Key[Array, ""], canvas: Canvas, level: PerRow, vocab_size: int) -> Canvas:
-    """Replaces each id with probability level by one drawn uniformly from the whole vocabulary, as renoising does."""
+def add_noise(
+    key: Key[Array, ""], canvas: Canvas, level: PerRow, pinned: Bool[Array, "B C"], vocab_size: int
+) -> Canvas:
+    """Replaces each id with probability level by one drawn uniformly from the whole vocabulary, as renoising does.
+
+    Pinned positions stay as they are.
+    """
     where, what = jax.random.split(key)
-    replaced = jax.random.uniform(where, canvas.shape) < level[:, None]
+    replaced = (jax.random.uniform(where, canvas.shape) < level[:, None]) & ~pinned
     return jnp.where(replaced, jax.random.randint(what, canvas.shape, 0, vocab_size), canvas)
 
 
@@ -70,11 +75,11 @@ def diffusion_loss(
 
     cache = init_cache(config, rows, batch.tokens.shape[1], "float32")
     cache = encode_pass(params, batch.tokens, batch.lengths, cache)
-    each = (cache, batch.canvas, batch.answer)
-    cache, target, answer = jax.tree.map(lambda array: jnp.repeat(array, copies, axis=0), each)
+    each = (cache, batch.canvas, batch.answer, batch.pinned)
+    cache, target, answer, pinned = jax.tree.map(lambda array: jnp.repeat(array, copies, axis=0), each)
 
     level = noise_levels(level_key, rows, copies, objective.pure_noise).reshape(-1)
-    canvas = add_noise(noise_key, target, level, config.vocab_size)
+    canvas = add_noise(noise_key, target, level, pinned, config.vocab_size)
     soft = None
     if self_condition:
         low, high = objective.temperatures
@@ -84,8 +89,9 @@ def diffusion_loss(
     logits = denoise_pass(params, canvas, cache, soft)
 
     is_answer = jnp.arange(target.shape[1]) < answer[:, None]
-    loss = _weighted_mean(_cross_entropy(logits, target), jnp.where(is_answer, 1.0, objective.fill_weight))
-    return loss, Metrics(loss, _one_shot(logits, target, is_answer, level > 0.9))
+    weights = jnp.where(pinned, 0.0, jnp.where(is_answer, 1.0, objective.fill_weight))
+    loss = _weighted_mean(_cross_entropy(logits, target), weights)
+    return loss, Metrics(loss, _one_shot(logits, target, is_answer & ~pinned, level > 0.9))
 
 
 def _passes(graph, remat: bool):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-VOCAB_SIZE = 416
+VOCAB_SIZE = 576
 
 PAD, EOS, BOS, TURN, END_OF_TURN, NEWLINE = 0, 1, 2, 105, 106, 107
 
@@ -35,8 +35,54 @@ LIST_WORDS = (
     *("north", "south", "east", "west", "spring", "summer", "autumn", "winter"),
 )  # fmt: skip
 
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+LANGUAGES = ("French", "German", "Italian", "Spanish")
+WEATHER = ("sunny", "cloudy", "rainy", "windy", "snowy")
+
+# The fixed parts of declarations, calls and results, and the names in them.
+GRAMMAR = (
+    *("declaration:", "{description:", ",parameters:{properties:{", "parameters:{properties:{", ":{description:"),
+    *(
+        ":{type:",
+        "},",
+        "}},required:[",
+        "],type:",
+        "}}",
+        "STRING",
+        "INTEGER",
+        "OBJECT",
+        "call:",
+        "response:",
+        "{value:",
+    ),
+    *("get_weather", "get_time", "get_price", "send_message", "translate", "add_event", "set_timer", "play_song"),
+    *("search", "city", "item", "to", "text", "language", "title", "day", "minutes", "query"),
+)
+
+# Two digits are one token, so that numbers below 100 are compared as wholes.
+TWO_DIGITS = tuple(map(str, range(10, 100)))
+
+SPEECH = (
+    *("Solve", " this", " sudoku", "Reverse", "Sort", " list", "Repeat", "Upper", " in", " upper", " case", "Recite"),
+    *(" the", " from", " months", " days", " alphabet", "Fill", " gap", "<gap>", "def", "return", "    "),
+    *("What", "How", " is", " weather", "Weather", " time", "Time", " price", " much", "Send", " a", " message", " to"),
+    *("Tell", "Translate", " into", "Add", " on", " event", "Set", " timer", "Timer", " for", " minutes", "Play"),
+    *(" song", "Search", "Find", " city", " item", " person", " word", " language", " calendar", " text", "The", "It"),
+    *("I", " sent", " added", "Now", " playing", " found", " set", "sent", "added", "set", "playing", " degrees"),
+    *(" euros", " it", "Sorry", " cannot", " do", " that", "Call", "No", " tool", " fits", " first", " last", "Answer"),
+    *(" with", " result", " sudoku", " and", " call", " solve", " sort", " reverse", " know", " few", " skills"),
+    *("Hello", "Hi", "Who", " are", " you", " can", "Thank", "Thanks", "You", " welcome", " am", " tiny", " model"),
+    *("Ask", " me", " of", " an", " or", "Write"),
+)
+
 # What is read as one token, leading space included. Everything else is spelled.
-WORDS = ("system", "user", "model", "thought", "Solve", " this", " sudoku", "Reverse", " list", *LIST_WORDS)
+_ROLES = ("system", "user", "model", "thought")
+_NAMES = (*LIST_WORDS, *DAYS, *MONTHS, *LANGUAGES, *WEATHER)
+WORDS = tuple(dict.fromkeys((*_ROLES, *_NAMES, *GRAMMAR, *TWO_DIGITS, *SPEECH)))
 
 
 def vocabulary(words: Iterable[str] = WORDS, size: int = VOCAB_SIZE) -> dict[str, int]:

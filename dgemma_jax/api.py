@@ -1,24 +1,29 @@
 """`dg.load` and the Model it returns: text in, text out."""
 
+import logging
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from dgemma_jax.checkpoint import open_checkpoint
+from dgemma_jax.checkpoint import Opened, dtype_name, open_directory, read_checkpoint
 from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request
-from dgemma_jax.engine.runner import Event, Runner
+from dgemma_jax.engine.scheduler import Event, Scheduler
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
+from dgemma_jax.infilling import infill_canvas
+from dgemma_jax.kernels import selection
 from dgemma_jax.memory import free_bytes
-from dgemma_jax.model.transformer import build
+from dgemma_jax.model.transformer import AUTO, Implementations, build
 from dgemma_jax.sampling import UNSET, Sampling
 from dgemma_jax.text import Tokenizer, encode_chat, opens_thought, parse_response, render_chat
 
+logger = logging.getLogger(__name__)
 LARGEST_SLOTS, MOST_SLOTS = 8, 65_536  # chosen by itself, and at all
 DEFAULT_POLICY = Policy()
 NO_TOKENIZER = "this model has no tokenizer.json: pass token ids, or load with tokenizer=PATH"
@@ -30,15 +35,32 @@ def load(
     dtype: str | None = None,
     max_model_len: int | None = None,
     tokenizer: Tokenizer | str | Path | None = None,
+    attention_implementation: str = "auto",
 ) -> "Model":
     """Open a model: a directory in Hugging Face's layout, "tiny" (bundled), or a hub name in the local HF cache.
 
     dtype: "bfloat16", "float32" or "float16"; None keeps the weights as stored. max_model_len: longest prompt plus
     output in tokens; None is the config's context, lowered to what memory leaves. tokenizer: used instead of the
-    checkpoint's. Raises ValueError with one line that says what is wrong and what to do.
+    checkpoint's. attention_implementation: "auto", "reference", "xla", "pallas" or "triton"; what auto takes depends on
+    the device, see `dgemma_jax.kernels.selection`, and is logged. Raises ValueError with one line that says what is
+    wrong and what to do, before weights are read where that can be known.
     """
-    config, params, tokenizer, defaults = open_checkpoint(name, dtype=dtype, tokenizer=tokenizer)
-    return Model(config, params, tokenizer, defaults, max_model_len=max_model_len)
+    opened, dtype = open_directory(name), dtype_name(dtype)
+    implementations, choice = _implementations(attention_implementation, opened, dtype)
+    config, params, tokenizer, defaults = read_checkpoint(opened, dtype, tokenizer)
+    logger.info(choice)
+    return Model(config, params, tokenizer, defaults, max_model_len, implementations)
+
+
+def _implementations(attention: str, opened: Opened, dtype: str | None) -> tuple[Implementations, str]:
+    """What runs on this process' device, and that in words."""
+    heads = {layer.kind: layer.head_dim for layer in opened.config.layers}
+    itemsize = np.dtype(dtype or opened.weights.dtype or opened.config.dtype).itemsize
+    device = selection.this_device()
+    found = Implementations(
+        attention=selection.attention(attention, device, heads, itemsize), experts=selection.experts(device)
+    )
+    return found, f"{selection.describe(found.attention, device, heads, itemsize)}; experts: {found.experts}"
 
 
 class Model:
@@ -54,10 +76,11 @@ class Model:
         tokenizer: Tokenizer | None,
         defaults: Sampling,
         max_model_len: int | None = None,
+        implementations: Implementations = AUTO,
     ):
         self.config, self.params, self.tokenizer, self.defaults = config, params, tokenizer, defaults
         self.dtype = str(params["embedder"]["table"].dtype)
-        self.graph, _ = build(config, self.dtype)
+        self.graph, _ = build(config, self.dtype, implementations)
         self.max_model_len = _context(config, self.dtype, max_model_len)
         self._programs = Programs(self.graph, config)
 
@@ -69,7 +92,7 @@ class Model:
         policy: Policy | None = None,
         slots: int | None = None,
     ) -> list[Completion]:
-        """Answer every prompt; the list has the prompts' order.
+        """Answer every prompt; the list has the prompts' order, the n answers to one prompt side by side.
 
         prompts: a string, strings, or lists of token ids. Strings are encoded with control tokens recognised and get
         one <bos> unless they have one; ids are used as they are. sampling: one for all, or one per prompt.
@@ -105,7 +128,7 @@ class Model:
         """
         if _is_conversation(prompt):
             prompt = self._chat_prompt(prompt)
-        requests = self._requests([prompt], sampling, seed)
+        requests = self._one(prompt, sampling, seed)
         return (event for _, event in self._run(requests, 1, policy, drafts=True))
 
     def chat(
@@ -124,7 +147,8 @@ class Model:
         ordinary text.
         """
         prompt = self._chat_prompt(messages, tools, thinking)
-        completion = self.generate([prompt], sampling, seed, policy)[0]
+        found = self._run(self._one(prompt, sampling, seed), 1, policy)
+        completion = next(event.completion for _, event in found if type(event) is Finished)
         in_thought = opens_thought(render_chat(messages, tools, thinking))
         response = parse_response(completion.raw_text, tools, in_thought)
         called = response.tool_calls and completion.finish_reason == "stop"
@@ -140,6 +164,26 @@ class Model:
                 denoising_steps=sum(completion.steps),
             ),
         )
+
+    def infill(
+        self,
+        text: str,
+        gap_tokens: int,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        policy: Policy | None = None,
+    ) -> Completion:
+        """Fill the one <gap> of a text with `gap_tokens` tokens; the completion's text is the whole text.
+
+        Both sides are pinned, so text and gap must fit one canvas.
+        """
+        if self.tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        stops = self.defaults.stop_token_ids
+        fill = stops[0] if stops else 0
+        prompt, canvas, pinned = infill_canvas(self.tokenizer, text, gap_tokens, self.config.canvas_length, fill)
+        own = {"canvas": canvas, "pinned": pinned, "suppress": (*self.defaults.suppress, *stops)}
+        return self.generate([prompt], replace(sampling or Sampling(), **own), seed, policy)[0]
 
     def _chat_prompt(
         self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False
@@ -159,7 +203,7 @@ class Model:
         if not isinstance(policy, Policy | None):
             raise ValueError(f"policy {policy!r} is not a dg.Policy; build one with dg.Policy(stop=...) and the like")
         parts = (self.config, self.params, self._programs, self.tokenizer, self.max_model_len)
-        return Runner(*parts, slots, policy or DEFAULT_POLICY).run(requests, drafts)
+        return _served(Scheduler(*parts, slots, policy or DEFAULT_POLICY), requests, drafts)
 
     def _requests(
         self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, seed: int | None
@@ -173,7 +217,14 @@ class Model:
         if len(samplings) != len(prompts):
             raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; pass one, or one per prompt")
         shared = Sampling(seed=seed).seed
-        return [self._request(prompt, own, shared) for prompt, own in zip(prompts, samplings, strict=True)]
+        first = [self._request(prompt, own, shared) for prompt, own in zip(prompts, samplings, strict=True)]
+        return [replace(request, copy=copy) for request in first for copy in range(request.sampling.n)]
+
+    def _one(self, prompt: Prompt, sampling: Sampling | None, seed: int | None) -> list[Request]:
+        requests = self._requests([prompt], sampling, seed)
+        if len(requests) > 1:
+            raise ValueError(f"n is {len(requests)}; one answer is given here: use generate for several")
+        return requests
 
     def _request(self, prompt: Prompt, sampling: Sampling | None, seed: int | None) -> Request:
         ids = self._encode(prompt)
@@ -217,16 +268,28 @@ class Model:
     def _check(self, sampling: Sampling) -> None:
         """What a Sampling asks for must exist in this model."""
         vocab = self.config.vocab_size
-        for name in ("suppress", "stop_token_ids"):
+        for name in ("suppress", "stop_token_ids", "canvas"):
             bad = next((id for id in getattr(sampling, name) if id >= vocab), None)
             if bad is not None:
                 raise ValueError(f"{name} holds token id {bad}; expected ids in 0 .. {vocab - 1}")
+        if len(sampling.canvas) > self.config.canvas_length:
+            raise ValueError(
+                f"canvas has {len(sampling.canvas)} ids; expected at most {self.config.canvas_length}, a canvas' length"
+            )
         if len(set(sampling.suppress)) == vocab:
             raise ValueError(f"suppress holds all {vocab} ids; expected at least one id to be left")
         if sampling.stop and self.tokenizer is None:
             raise ValueError(
                 f"stop {sampling.stop[0]!r} needs a tokenizer; use stop_token_ids or load with tokenizer=PATH"
             )
+
+
+def _served(scheduler: Scheduler, requests: list[Request], drafts: bool) -> Iterator[tuple[int, Event]]:
+    """(index of the request, event) as things happen; a Finished for every request."""
+    index = {scheduler.submit(request, 1 if drafts else None): i for i, request in enumerate(requests)}
+    while scheduler.busy:
+        for job, event in scheduler.advance():
+            yield index[job], event
 
 
 def _list(value, name: str, expected: str) -> list:

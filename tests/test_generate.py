@@ -1,6 +1,7 @@
 """Generation on a small random model: cuts, seeds, independence of rows, bad input."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from tokenizers import models, pre_tokenizers
 
 import dgemma_jax as dg
 from dgemma_jax.diffusion.policy import stable_and_confident
-from dgemma_jax.engine.runner import Runner
+from dgemma_jax.diffusion.random import key_from_seed, start_canvas, step_keys
+from dgemma_jax.engine.scheduler import Scheduler
 from dgemma_jax.text.tokenizer import Tokenizer
 from tests.random_models import SMALL, random_model
 
@@ -115,7 +117,7 @@ def test_the_context_ends_the_answer_and_its_last_canvas_has_full_width(model):
 def test_chunks_of_a_long_prompt_do_not_show(model, monkeypatch):
     prompt = list(range(3, 93)) + list(range(3, 83))
     whole = run(model, prompt)
-    monkeypatch.setattr("dgemma_jax.engine.runner.LARGEST_CHUNK", 32)
+    monkeypatch.setattr("dgemma_jax.engine.scheduler.LARGEST_CHUNK", 32)
     assert run(model, prompt).tokens == whole.tokens
 
 
@@ -123,12 +125,14 @@ def test_rows_at_rest_and_a_used_cache_leave_no_trace(model):
     """Every buffer starts as NaN; nothing of it may reach an answer."""
     expected = model.generate(PROMPTS, sampling=dg.Sampling(max_new_tokens=2 * C), seed=2, slots=4)
     parts = (model.config, model.params, model._programs, model.tokenizer, model.max_model_len, 4)
-    runner = Runner(*parts, policy=dg.Policy())
+    scheduler = Scheduler(*parts, policy=dg.Policy())
     nan = lambda buffers: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), buffers)  # noqa: E731
-    runner.cache = replace(runner.cache, k=nan(runner.cache.k), v=nan(runner.cache.v))
-    requests = model._requests(PROMPTS, dg.Sampling(max_new_tokens=2 * C), 2)
-    found = {i: e.completion for i, e in runner.run(requests) if isinstance(e, dg.Finished)}
-    assert [found[i] for i in range(len(PROMPTS))] == expected
+    scheduler.cache = replace(scheduler.cache, k=nan(scheduler.cache.k), v=nan(scheduler.cache.v))
+    jobs = [scheduler.submit(r) for r in model._requests(PROMPTS, dg.Sampling(max_new_tokens=2 * C), 2)]
+    while scheduler.busy:
+        for _ in scheduler.advance():
+            pass
+    assert [job.answer.completion() for job in jobs] == expected
 
 
 def test_suppressed_ids_never_appear(model):
@@ -189,17 +193,71 @@ def test_a_stream_tells_every_step(model):
 
 def test_an_interrupt_leaves_the_model_usable(model, monkeypatch):
     expected = run(model, PROMPTS[0], seed=3)
-    take = dg.api.Runner._harvest
+    take = Scheduler._harvest
 
-    def interrupted(self, state):
-        yield from take(self, state)
+    def interrupted(self):
+        yield from take(self)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dg.api.Runner, "_harvest", interrupted)
+        patch.setattr(Scheduler, "_harvest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(model, PROMPTS[0], seed=3)
     assert run(model, PROMPTS[0], seed=3) == expected
+
+
+def test_several_answers_to_a_prompt(model):
+    sampling = dg.Sampling(max_new_tokens=C, n=3)
+    answers = model.generate(PROMPTS[:2], sampling, seed=6, slots=4)
+    assert len(answers) == 6
+    assert answers[0] == run(model, PROMPTS[0], seed=6, max_new_tokens=C), "the first copy is the request itself"
+    assert answers[3] == run(model, PROMPTS[1], seed=6, max_new_tokens=C)
+    assert len({tuple(answer.tokens) for answer in answers}) == 6
+    assert {answer.seed for answer in answers} == {6}
+    with pytest.raises(ValueError, match="n is 3"):
+        next(model.stream(PROMPTS[0], sampling))
+
+
+def test_log_probabilities_of_the_committed_tokens(model):
+    """Those of the soft-capped logits in a canvas' last step, without temperature or mask."""
+    answer = run(model, PROMPTS[0], logprobs=True, max_denoising_steps=1, suppress=[5], t_min=0.1, t_max=0.3)
+    assert run(model, PROMPTS[0]).logprobs is None
+    encode = jax.jit(partial(dg.encode, model.graph, model.params))
+    logits_of = jax.jit(partial(dg.denoise_logits, model.graph, model.params))
+    cache, _ = encode(jnp.array([PROMPTS[0]]), jnp.array([3]), dg.init_cache(model.config, 1, 64))
+    found = []
+    for index in range(2):
+        keys = step_keys(key_from_seed(1)[None], jnp.array([index]), jnp.array([0]))
+        start = start_canvas(keys, C, model.config.vocab_size)
+        logits = logits_of(start, cache)
+        canvas = answer.tokens[index * C : (index + 1) * C]
+        found += jax.nn.log_softmax(logits[0])[jnp.arange(C), jnp.array(canvas)].tolist()
+        cache, _ = encode(jnp.array([canvas]), jnp.array([C]), cache)
+    np.testing.assert_allclose(answer.logprobs, found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pinned_canvas_keeps_its_ids_in_every_step(model):
+    canvas = [7, -1, -1, 9, *range(30, 40), -1, 11]
+    pinned = [id >= 0 for id in canvas]
+    sampling = dg.Sampling(max_new_tokens=2 * C, canvas=canvas, pinned=pinned, suppress=[9])
+    events = list(model.stream(PROMPTS[0], sampling, seed=1))
+    first = next(i for i, event in enumerate(events) if isinstance(event, dg.Canvas))
+    for draft in events[:first]:
+        assert [id for id, keep in zip(draft.tokens, pinned, strict=True) if keep] == [id for id in canvas if id >= 0]
+    answer = events[-1].completion
+    assert [id for id, keep in zip(answer.tokens, pinned, strict=False) if keep] == [id for id in canvas if id >= 0]
+    assert 9 not in {id for id, keep in zip(answer.tokens, pinned, strict=False) if not keep}
+    other = run(model, PROMPTS[0], canvas=[8, *canvas[1:]], pinned=pinned, suppress=[9])
+    assert other.tokens[C:] != answer.tokens[C:], "the commit sees the pinned ids"
+
+
+def test_a_given_canvas_is_where_the_first_one_starts(model):
+    sampling = {"max_denoising_steps": 1, "max_new_tokens": C}
+    drawn = start_canvas(step_keys(key_from_seed(1)[None], jnp.array([0]), jnp.array([0])), C, 96)[0].tolist()
+    plain = run(model, PROMPTS[0], **sampling)
+    assert run(model, PROMPTS[0], canvas=drawn, **sampling).tokens == plain.tokens
+    assert run(model, PROMPTS[0], canvas=[-1] * C, **sampling).tokens == plain.tokens
+    assert run(model, PROMPTS[0], canvas=[5] * C, **sampling).tokens != plain.tokens
 
 
 def test_text_prompts_get_one_bos(model):
@@ -224,6 +282,7 @@ def test_knobs_and_prompts_compile_nothing_new(model):
                 {"temperature": 0},
                 {"top_k": 3},
                 {"top_p": 0.5},
+                {"canvas": [3, -1], "pinned": [True, False], "logprobs": True},
             ]
         ):
             run(model, PROMPTS[3][: seed + 1], seed=seed + 2**40, max_denoising_steps=seed + 1, **chosen)
@@ -263,6 +322,8 @@ class _Compilations:
         ([[1]], {"suppress": [96]}, "suppress holds token id 96"),
         ([[1]], {"suppress": range(96)}, "suppress holds all 96 ids"),
         ([[1]], {"stop_token_ids": [1, 400]}, "stop_token_ids holds token id 400"),
+        ([[1]], {"canvas": [1, 96]}, "canvas holds token id 96"),
+        ([[1]], {"canvas": [1] * 17}, "canvas has 17 ids; expected at most 16"),
     ],
 )
 def test_bad_requests_are_refused_in_one_line(model, prompts, chosen, message):

@@ -3,7 +3,7 @@
 All draws use threefry2x32 with the partitionable layout, fixed here at trace time, and explicit dtypes, so that no flag
 or environment variable changes numbers. A row's draws never depend on its place in the batch or on other rows.
 
-    key(seed)          = fold_in(key(seed mod 2^32), seed >> 32)
+    key(seed)          = fold_in(key(seed mod 2^32), seed >> 32)      of copy j >= 1: fold_in(key(seed), j)
     k                  = fold_in(fold_in(key, canvas), step)          canvas and step count from 0
     start canvas       = randint(fold_in(k, 0), [C], 0, V)            at step 0
     proposal uniforms  = uniform(fold_in(k, 1), [1 + tiles, C])       tiles of 2,048 ids, see kernels.vocab_head
@@ -19,13 +19,14 @@ from dgemma_jax.kernels.vocab_head import TILE
 from dgemma_jax.shapes import Array, Canvas, RowKeys
 
 
-def key_from_seed(seed: int) -> Key[Array, ""]:
-    """The key of a request; seed in 0 .. 2^63 - 1, ValueError otherwise."""
+def key_from_seed(seed: int, copy: int = 0) -> Key[Array, ""]:
+    """The key of a request, or of a further copy of it; seed in 0 .. 2^63 - 1, ValueError otherwise."""
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed {seed} must lie in 0 .. 2**63 - 1")
     with jax.threefry_partitionable(True):
         low = jax.random.key(np.uint32(seed % 2**32), impl="threefry2x32")
-        return jax.random.fold_in(low, np.uint32(seed >> 32))
+        key = jax.random.fold_in(low, np.uint32(seed >> 32))
+        return jax.random.fold_in(key, np.uint32(copy)) if copy else key
 
 
 def step_keys(keys: RowKeys, canvas: Int32[Array, " B"], step: Int32[Array, " B"]) -> RowKeys:

@@ -4,31 +4,36 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Int32
 
 from dgemma_jax.cache import KVCache, grow
 from dgemma_jax.config import Config
-from dgemma_jax.diffusion.loop import denoise_canvases
 from dgemma_jax.diffusion.policy import Knobs, Policy
-from dgemma_jax.diffusion.step import CanvasState, start
+from dgemma_jax.diffusion.slots import Slots, admit, advance, idle
+from dgemma_jax.diffusion.step import start
 from dgemma_jax.functional import encode
-from dgemma_jax.shapes import Array, Canvas, Lengths, RowKeys, RowMask, Tokens
+from dgemma_jax.shapes import Array, Canvas, RowKeys, RowMask, Tokens
 
 
 class Programs:
-    """Prefill, start, denoise, commit and grow. The cache is donated to every program that returns one.
+    """Prefill, admit, advance and grow. What a program returns anew is donated to it: the cache, the slots.
 
-    Each is compiled once per number of slots and cache capacity, prefill also per chunk bucket, denoise per Policy.
+    Each is compiled once per number of slots and cache capacity, prefill also per chunk bucket, advance per Policy.
     """
 
     def __init__(self, graph: nnx.GraphDef, config: Config):
         self._prefill = jax.jit(partial(_prefill, graph), donate_argnums=1)
-        self._commit = jax.jit(partial(_commit, graph), donate_argnums=1)
-        self._denoise = jax.jit(partial(denoise_canvases, graph), static_argnums=8, donate_argnums=2)
-        self._start = jax.jit(partial(start, config), static_argnums=3)
+        self._admit = jax.jit(partial(_admit, config), donate_argnums=0)
+        self._advance = jax.jit(partial(_advance, graph, config), static_argnums=0, donate_argnums=(2, 3))
         self._grow = jax.jit(partial(grow, config), static_argnums=1)
+        self._idle = jax.jit(partial(idle, config), static_argnums=2)
+
+    def idle(self, keys: RowKeys, knobs: Knobs, dtype: str) -> Slots:
+        """Slots at rest, see `diffusion.slots.idle`."""
+        return self._idle(keys, knobs, dtype)
 
     def prefill(
         self, params: dict, cache: KVCache, tokens: Tokens, slot: np.int32, start: np.int32, count: np.int32
@@ -39,28 +44,34 @@ class Programs:
         """
         return self._prefill(params, cache, tokens, slot, start, count)
 
-    def start(self, keys: RowKeys, canvas_index: Lengths, active: RowMask, dtype: str) -> CanvasState:
-        """Fresh canvases for the active rows."""
-        return self._start(keys, canvas_index, active, dtype)
-
-    def denoise(
+    def admit(
         self,
+        slots: Slots,
+        at: np.int32,
+        key: RowKeys,
+        knobs: Knobs,
+        suppress: Bool[Array, "1 V"],
+        canvas: Canvas,
+        pinned: Bool[Array, "1 C"],
+    ) -> Slots:
+        """Put a request into slot `at` and begin its first canvas.
+
+        key, knobs and suppress have one row. canvas i32[1,C]: ids to start from, -1 for a random one.
+        """
+        return self._admit(slots, at, key, knobs, suppress, canvas, pinned)
+
+    def advance(
+        self,
+        policy: Policy,
         params: dict,
         cache: KVCache,
-        state: CanvasState,
-        keys: RowKeys,
-        canvas_index: Lengths,
-        knobs: Knobs,
-        suppress: Bool[Array, "B V"],
-        allowance: int,
-        policy: Policy,
-    ) -> CanvasState:
-        """At most `allowance` denoising steps; the state is donated."""
-        return self._denoise(params, cache, state, keys, canvas_index, knobs, suppress, allowance, policy)
-
-    def commit(self, params: dict, cache: KVCache, canvas: Canvas, lengths: Lengths) -> KVCache:
-        """Append each row's finished canvas (lengths C) or nothing (lengths 0)."""
-        return self._commit(params, cache, canvas, lengths)
+        slots: Slots,
+        active: RowMask,
+        committing: RowMask,
+        allowance: np.int32,
+    ) -> tuple[KVCache, Slots]:
+        """At most `allowance` passes, fewer once a slot is ready. active, committing: what the slots are to do."""
+        return self._advance(policy, params, cache, slots, active, committing, allowance)
 
     def grow(self, cache: KVCache, capacity: int) -> KVCache:
         """The same cache with room for `capacity` positions."""
@@ -81,5 +92,32 @@ def _prefill(
     return jax.tree.map(lambda array, new: jax.lax.dynamic_update_slice_in_dim(array, new, slot, 0), cache, row)
 
 
-def _commit(graph: nnx.GraphDef, params: dict, cache: KVCache, canvas: Canvas, lengths: Lengths) -> KVCache:
-    return encode(graph, params, canvas, lengths, cache)[0]
+def _admit(
+    config: Config,
+    slots: Slots,
+    at: Int32[Array, ""],
+    key: RowKeys,
+    knobs: Knobs,
+    suppress: Bool[Array, "1 V"],
+    canvas: Canvas,
+    pinned: Bool[Array, "1 C"],
+) -> Slots:
+    zero, one = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    state = start(config, key, zero, one, str(slots.state.soft.dtype))
+    state = replace(state, canvas=jnp.where(canvas < 0, state.canvas, canvas), pinned=pinned)
+    return admit(slots, at, Slots(state, key, zero, knobs, suppress, active=one, committing=~one))
+
+
+def _advance(
+    graph: nnx.GraphDef,
+    config: Config,
+    policy: Policy,
+    params: dict,
+    cache: KVCache,
+    slots: Slots,
+    active: RowMask,
+    committing: RowMask,
+    allowance: Int32[Array, ""],
+) -> tuple[KVCache, Slots]:
+    slots = replace(slots, active=active, committing=committing)
+    return advance(graph, config, policy, params, cache, slots, allowance)

@@ -11,12 +11,16 @@ from dgemma_jax.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """A checked prompt with nothing left open: ids, a Sampling without unset fields, its seed, and its token budget."""
+    """A checked prompt with nothing left open: ids, a Sampling without unset fields, its seed, and its token budget.
+
+    copy: which of the n answers to the prompt this one is.
+    """
 
     ids: tuple[int, ...]
     sampling: Sampling
     seed: int
     budget: int
+    copy: int = 0
 
 
 @dataclass
@@ -26,12 +30,13 @@ class Answer:
     request: Request
     tokenizer: Tokenizer | None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "cancelled"] | None = None
     stop_id: int | None = None
     tail: str = ""  # text before a stop string that belongs to no whole token
 
-    def take(self, canvas: Sequence[int], steps: int) -> Canvas:
+    def take(self, canvas: Sequence[int], logprobs: Sequence[float], steps: int) -> Canvas:
         """Add a finished canvas, up to the first stop id, stop string or the budget, whichever comes first."""
         before = len(self.tokens)
         self.steps.append(steps)
@@ -42,7 +47,9 @@ class Answer:
             self.finish_reason, self.stop_id = "stop", canvas[end]
         elif len(canvas) >= room:
             self.finish_reason = "length"
-        self.tokens += canvas[: room if end is None else end]
+        kept = room if end is None else end
+        self.tokens += canvas[:kept]
+        self.logprobs += logprobs[:kept]
         self._cut_at_stop_string()
         return Canvas(tokens=self.tokens[before:], steps=steps)
 
@@ -58,7 +65,7 @@ class Answer:
         kept = len(self.tokens)
         while len(text := self.tokenizer.decode(self.tokens[:kept])) > min(hits) or not raw.startswith(text):
             kept -= 1
-        self.tokens, self.tail = self.tokens[:kept], raw[len(text) : min(hits)]
+        self.tokens, self.logprobs, self.tail = self.tokens[:kept], self.logprobs[:kept], raw[len(text) : min(hits)]
         self.finish_reason, self.stop_id = "stop", None
 
     def completion(self) -> Completion:
@@ -71,8 +78,8 @@ class Answer:
             finish_reason=self.finish_reason,
             stop_id=self.stop_id,
             steps=list(self.steps),
-            tokens_per_step=len(self.tokens) / sum(self.steps),
-            logprobs=None,
+            tokens_per_step=len(self.tokens) / max(1, sum(self.steps)),
+            logprobs=list(self.logprobs) if self.request.sampling.logprobs else None,
             seed=self.request.seed,
         )
 

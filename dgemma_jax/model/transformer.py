@@ -84,7 +84,7 @@ class SelfConditioning(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """All weights; `encode` for prompts and commits, `denoise` for one pass over a canvas."""
+    """All weights; `encode` for prompts, `denoise` for a canvas, or both row by row."""
 
     def __init__(self, config: Config, dtype: str, implementations: Implementations):
         self.config, self.implementations = config, implementations
@@ -98,20 +98,31 @@ class Transformer(nnx.Module):
     def encode(self, tokens: Canvas, lengths: Lengths, cache: KVCache) -> tuple[KVCache, Hidden]:
         """Causal pass over the first lengths[b] tokens of each row, appended to the cache; final-normed states."""
         causal = jnp.ones(tokens.shape[0], bool)
-        hidden, k, v = self.run(self.embedder(tokens), cache, lengths, causal, keep=True)
-        return replace(cache, k=k, v=v, lengths=cache.lengths + lengths), hidden
+        return self.run(self.embedder(tokens), cache, lengths, causal, keep=lengths)
 
     def denoise(self, canvas: Canvas, cache: KVCache, soft: CanvasHidden | None) -> CanvasHidden:
         """Bidirectional pass over the canvas behind the cached prefix; the cache is only read."""
         B, C = canvas.shape
         x = self.self_conditioning(self.embedder(canvas), soft)
-        hidden, _, _ = self.run(x, cache, jnp.full(B, C, jnp.int32), jnp.zeros(B, bool), keep=False)
-        return hidden
+        return self.run(x, cache, jnp.full(B, C, jnp.int32), jnp.zeros(B, bool), keep=None)[1]
+
+    def denoise_or_commit(
+        self, canvas: Canvas, soft: CanvasHidden, committing: RowMask, cache: KVCache
+    ) -> tuple[KVCache, CanvasHidden]:
+        """One pass in which the committing rows are encoded and appended to the cache and the others are denoised.
+
+        canvas: of a committing row the finished canvas, whose self-conditioning input is ignored.
+        """
+        B, C = canvas.shape
+        embedded = self.embedder(canvas)
+        x = jnp.where(committing[:, None, None], embedded, self.self_conditioning(embedded, soft))
+        whole = jnp.full(B, C, jnp.int32)
+        return self.run(x, cache, whole, committing, keep=jnp.where(committing, C, 0))
 
     def run(
-        self, x: Hidden, cache: KVCache, own_length: Lengths, causal: RowMask, *, keep: bool
-    ) -> tuple[Hidden, tuple, tuple]:
-        """All layers and the final norm; with keep, also the cache's buffers with this pass's keys and values."""
+        self, x: Hidden, cache: KVCache, own_length: Lengths, causal: RowMask, *, keep: Lengths | None
+    ) -> tuple[KVCache, Hidden]:
+        """All layers and the final norm; the keys and values of the first keep[b] positions go to the cache."""
         positions = cache.lengths[:, None] + jnp.arange(x.shape[1])
         ropes = {"sliding": self.config.sliding_rope, "full": self.config.full_rope}
         shapes = {(layer.kind, layer.head_dim) for layer in self.config.layers}
@@ -123,10 +134,12 @@ class Transformer(nnx.Module):
                 layer.input_norm(x), table, prefix_k, prefix_v, cache.lengths, own_length, causal
             )
             x = layer.feed_forward(x + layer.post_attention_norm(out)) * layer.scalar(causal)
-            if keep:
-                ks.append(write(prefix_k, k, cache.lengths, own_length, ring=spec.kind == "sliding"))
-                vs.append(write(prefix_v, v, cache.lengths, own_length, ring=spec.kind == "sliding"))
-        return self.final_norm(x), tuple(ks), tuple(vs)
+            if keep is not None:
+                ks.append(write(prefix_k, k, cache.lengths, keep, ring=spec.kind == "sliding"))
+                vs.append(write(prefix_v, v, cache.lengths, keep, ring=spec.kind == "sliding"))
+        if keep is not None:
+            cache = replace(cache, k=tuple(ks), v=tuple(vs), lengths=cache.lengths + keep)
+        return cache, self.final_norm(x)
 
 
 def build(

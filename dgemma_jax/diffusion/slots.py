@@ -1,0 +1,99 @@
+"""The slots of a batch on the device, and the loop that advances all of them.
+
+A slot denoises its canvas, then commits it, or rests; each pass serves all slots whatever they do.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Bool, Int32
+
+from dgemma_jax.cache import KVCache
+from dgemma_jax.config import Config
+from dgemma_jax.diffusion.policy import Knobs, Policy
+from dgemma_jax.diffusion.random import step_keys
+from dgemma_jax.diffusion.step import CanvasState, select, start, update
+from dgemma_jax.functional import head_stats
+from dgemma_jax.model.transformer import merge
+from dgemma_jax.shapes import Array, Lengths, RowKeys, RowMask
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """What every slot works on; a row of each array per slot.
+
+    state: the canvases. keys: the requests' own. canvas_index: which canvas of its request a slot is at. knobs and
+    suppress: what the requests chose. active: slots that hold a request. committing: active slots whose finished canvas
+    is to be encoded in the next pass.
+    """
+
+    state: CanvasState
+    keys: RowKeys
+    canvas_index: Lengths
+    knobs: Knobs
+    suppress: Bool[Array, "B V"]
+    active: RowMask
+    committing: RowMask
+
+    @property
+    def ready(self) -> RowMask:
+        """Slots whose canvas is finished and which wait to be told whether to commit it."""
+        return self.active & ~self.state.running & ~self.committing
+
+
+def idle(config: Config, keys: RowKeys, knobs: Knobs, dtype: str) -> Slots:
+    """As many slots as there are keys, all at rest; keys and knobs are those of no request in particular."""
+    B = len(keys)
+    nobody, zeros = jnp.zeros(B, bool), jnp.zeros(B, jnp.int32)
+    suppress = jnp.zeros((B, config.vocab_size), bool)
+    state = start(config, keys, zeros, nobody, dtype)
+    return Slots(state, keys, zeros, jax.tree.map(jnp.asarray, knobs), suppress, nobody, nobody)
+
+
+def admit(slots: Slots, at: Int32[Array, ""], new: Slots) -> Slots:
+    """`new`, which is a single slot, in place of the one at `at`."""
+    return jax.tree.map(lambda array, row: jax.lax.dynamic_update_slice_in_dim(array, row, at, 0), slots, new)
+
+
+def advance(
+    graph: nnx.GraphDef,
+    config: Config,
+    policy: Policy,
+    params: dict,
+    cache: KVCache,
+    slots: Slots,
+    allowance: Int32[Array, ""],
+) -> tuple[KVCache, Slots]:
+    """Passes until a slot is ready, nothing is left to do, or `allowance` is used up."""
+
+    def unfinished(carry: tuple[KVCache, Slots, Array]) -> Bool[Array, ""]:
+        _, slots, allowance = carry
+        return jnp.any(slots.active) & ~jnp.any(slots.ready) & (allowance > 0)
+
+    def body(carry: tuple[KVCache, Slots, Array]) -> tuple[KVCache, Slots, Array]:
+        cache, slots, allowance = carry
+        return *one_pass(graph, config, policy, params, cache, slots), allowance - 1
+
+    cache, slots, _ = jax.lax.while_loop(unfinished, body, (cache, slots, allowance))
+    return cache, slots
+
+
+def one_pass(
+    graph: nnx.GraphDef, config: Config, policy: Policy, params: dict, cache: KVCache, slots: Slots
+) -> tuple[KVCache, Slots]:
+    """Denoises the running slots and encodes the committing ones, which then begin their next canvas."""
+    model, state, knobs = merge(graph, params), slots.state, slots.knobs
+    canvas = jnp.where(slots.committing[:, None], state.best, state.canvas)
+    cache, hidden = model.denoise_or_commit(canvas, state.soft, slots.committing, cache)
+    now = step_keys(slots.keys, slots.canvas_index, state.steps)
+    temperature = policy.schedule(state.steps, knobs)
+    options = (slots.suppress, knobs.draw_temperature, knobs.top_k, knobs.top_p)
+    stats = head_stats(model, hidden, temperature, now, *options)
+    state = update(state, stats, now, knobs, policy, config.vocab_size)
+    index = slots.canvas_index + slots.committing
+    fresh = start(config, slots.keys, index, slots.committing, str(state.soft.dtype))
+    state = select(slots.committing, fresh, state)
+    return cache, replace(slots, state=state, canvas_index=index, committing=jnp.zeros_like(slots.committing))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import jax
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from dgemma_jax.shapes import Array, Canvas, CanvasHidden
 
@@ -18,6 +18,8 @@ class HeadStats:
     argmax: most probable allowed id, the lowest on ties. sample: the proposal. entropy: nats, of the tempered allowed
     distribution. logprob: of argmax, from the soft-capped logits without temperature or mask. soft: expected scaled
     embedding under the tempered allowed distribution, the next step's self-conditioning input.
+    Only where asked for, and like logprob without temperature or mask: id_logprob, of given ids; top_ids, the n
+    likeliest ids from the likeliest on, the lower first on ties, and top_logprobs, theirs.
     """
 
     argmax: Canvas
@@ -25,3 +27,6 @@ class HeadStats:
     entropy: Float32[Array, "B C"]
     logprob: Float32[Array, "B C"]
     soft: CanvasHidden
+    id_logprob: Float32[Array, "B C"] | None = None
+    top_ids: Int32[Array, "B C n"] | None = None
+    top_logprobs: Float32[Array, "B C n"] | None = None

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float32, Int32
 from dgemma_jax.kernels.vocab_head import truncation
 from dgemma_jax.kernels.vocab_head.reference import capped_logits, inverse_cdf
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import Array, CanvasHidden, Lengths, Logits, PerRow, Table
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow, Table
 
 BLOCK = 128  # ids whose cumulative sum is taken at once when choosing inside a tile
 TEMPORARY_BYTES = 64 << 20  # what the arrays of a chunk may take together
@@ -36,19 +36,30 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Raw:
+    """Of the logits seen so far: log of the sum of exp, the logits of given ids, the largest and their ids."""
+
+    lse: Float32[Array, "B C"]
+    given: Float32[Array, "B C"] | None
+    top: Float32[Array, "B C n"] | None
+    top_ids: Int32[Array, "B C n"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Running:
     """Sums over the ids seen so far; w = exp((z - peak) / temperature) with z the soft-capped allowed logits.
 
     peak: maximum of z, argmax: its lowest id. total: sum of w. weighted: sum of w (z - peak) / temperature.
-    raw_lse: log of the sum of exp(soft-capped logit) over all ids, suppressed too. soft: sum of w times table rows.
+    soft: sum of w times table rows. raw: figures of the soft-capped logits of all ids, suppressed too.
     """
 
     peak: Float32[Array, "B C"]
     argmax: Int32[Array, "B C"]
     total: Float32[Array, "B C"]
     weighted: Float32[Array, "B C"]
-    raw_lse: Float32[Array, "B C"]
     soft: Float32[Array, "B C D"]
+    raw: Raw
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +84,8 @@ def vocab_head(
     *,
     softcap: float,
     scale: float,
+    ids: Canvas | None = None,
+    top: int = 0,
     chunk: int | None = None,
 ) -> HeadStats:
     """See `dgemma_jax.kernels.vocab_head.vocab_head`. chunk: ids at a time, a multiple of TILE; None: `chunk_size`.
@@ -85,10 +98,11 @@ def vocab_head(
     def logits(start: Int32[Array, ""], size: int) -> Logits:
         return capped_logits(hidden, jax.lax.dynamic_slice_in_dim(table, start, size, axis=0), softcap)
 
-    stats = _stream(logits, hidden.shape[1], table, rows, None, softcap=softcap, scale=scale, chunk=chunk)
+    how = {"softcap": softcap, "scale": scale, "chunk": chunk}
+    stats = _stream(logits, hidden.shape[1], table, rows, None, ids, top, **how)
     if top_k is None:
         return stats
-    return _truncated(stats, hidden, table, rows, top_k, top_p, softcap=softcap, scale=scale, chunk=chunk)
+    return _truncated(stats, hidden, table, rows, top_k, top_p, **how)
 
 
 def _truncated(
@@ -124,12 +138,15 @@ def _truncated(
             table,
             mine,
             truncation.floor(allowed, top_k[row], top_p[row], softcap),
+            None,
+            0,
             softcap=softcap,
             scale=scale,
             chunk=chunk,
         )
         put = lambda old, new: jax.lax.dynamic_update_slice(old, new, (row, first, 0)[: old.ndim])  # noqa: E731
-        return replace(jax.tree.map(put, stats, part), logprob=stats.logprob)  # which knows no mask
+        changed = ("argmax", "sample", "entropy", "soft")  # log-probabilities know no mask
+        return replace(stats, **{name: put(getattr(stats, name), getattr(part, name)) for name in changed})
 
     return jax.lax.fori_loop(0, jnp.sum(asks, dtype=jnp.int32) * groups, visit, stats)
 
@@ -140,6 +157,8 @@ def _stream(
     table: Table,
     rows: Rows,
     floor: Float32[Array, "B C"] | None,
+    ids: Canvas | None,
+    top: int,
     *,
     softcap: float,
     scale: float,
@@ -162,11 +181,12 @@ def _stream(
         inside = jax.lax.dynamic_slice_in_dim(uniforms, 1 + start // TILE, -(-size // TILE), axis=2)
         raw = logits(start, size)
         allowed = jnp.where(cut if floor is None else cut | (raw < floor[..., None]), -jnp.inf, raw)
-        running, weights = _add(running, raw, allowed, embedded, start, rows.temperature)
+        running, weights = _add(running, allowed, embedded, start, rows.temperature)
+        running = replace(running, raw=_add_raw(running.raw, raw, start, ids))
         weights = jax.lax.cond(same, lambda: weights, lambda: _weights(allowed, running.peak, divisor))
         return running, _tiles(weights, running.peak, inside, start)
 
-    running, whole = _empty((B, C, D), softcap), V // chunk * chunk
+    running, whole = _empty((B, C, D), softcap, ids is not None, top), V // chunk * chunk
     pieces = []
     if whole:
         starts = jnp.arange(0, whole, chunk, dtype=jnp.int32)
@@ -181,8 +201,11 @@ def _stream(
         argmax=running.argmax,
         sample=sample,
         entropy=jnp.log(running.total) - running.weighted / running.total,
-        logprob=running.peak - running.raw_lse,
+        logprob=running.peak - running.raw.lse,
         soft=(running.soft / running.total[..., None] * scale).astype(table.dtype),
+        id_logprob=None if ids is None else running.raw.given - running.raw.lse,
+        top_ids=running.raw.top_ids,
+        top_logprobs=running.raw.top - running.raw.lse[..., None] if top else None,
     )
 
 
@@ -201,13 +224,15 @@ def positions_at_once(C: int, V: int) -> int:
     return max(1, min(MOST_POSITIONS, C // 4, TEMPORARY_BYTES // (2 * 4 * V)))
 
 
-def _empty(shape: tuple[int, int, int], softcap: float) -> Running:
+def _empty(shape: tuple[int, int, int], softcap: float, given: bool, top: int) -> Running:
     B, C, D = shape
     zeros = jnp.zeros((B, C), jnp.float32)
     # No soft-capped logit lies below -softcap, so this start is finite and never the maximum of a real distribution.
     peak = jnp.full((B, C), -softcap, jnp.float32)
     nothing = jnp.full((B, C), -jnp.inf, jnp.float32)
-    return Running(peak, jnp.zeros((B, C), jnp.int32), zeros, zeros, nothing, jnp.zeros((B, C, D), jnp.float32))
+    largest = jnp.full((B, C, top), -jnp.inf, jnp.float32) if top else None
+    raw = Raw(nothing, zeros if given else None, largest, jnp.zeros((B, C, top), jnp.int32) if top else None)
+    return Running(peak, jnp.zeros((B, C), jnp.int32), zeros, zeros, jnp.zeros((B, C, D), jnp.float32), raw)
 
 
 def _weights(allowed: Logits, peak: Float32[Array, "B C"], divisor: PerRow) -> Logits:
@@ -216,7 +241,6 @@ def _weights(allowed: Logits, peak: Float32[Array, "B C"], divisor: PerRow) -> L
 
 def _add(
     old: Running,
-    raw: Logits,
     allowed: Logits,
     rows: Table,
     start: Int32[Array, ""],
@@ -238,10 +262,27 @@ def _add(
         argmax=jnp.where(better, first, old.argmax),
         total=old.total * keep + jnp.sum(weights, axis=-1),
         weighted=(old.weighted + drop * old.total) * keep + inner,
-        raw_lse=jnp.logaddexp(old.raw_lse, jax.nn.logsumexp(raw, axis=-1)),
         soft=old.soft * keep[..., None] + mean,
+        raw=old.raw,
     )
     return new, weights
+
+
+def _add_raw(old: Raw, logits: Logits, start: Int32[Array, ""], ids: Canvas | None) -> Raw:
+    """The figures of the logits with a chunk added, whose first id is `start`."""
+    size = logits.shape[-1]
+    given, top, top_ids = old.given, old.top, old.top_ids
+    if given is not None:
+        inside = (ids >= start) & (ids < start + size)
+        found = jnp.take_along_axis(logits, jnp.clip(ids - start, 0, size - 1)[..., None], axis=-1)[..., 0]
+        given = jnp.where(inside, found, given)
+    if top is not None:
+        n = top.shape[-1]
+        largest, at = jax.lax.top_k(logits, min(n, size))
+        # What was seen before comes first: on ties the lower id stays in front.
+        top, at_both = jax.lax.top_k(jnp.concatenate([top, largest], axis=-1), n)
+        top_ids = jnp.take_along_axis(jnp.concatenate([top_ids, at + start], axis=-1), at_both, axis=-1)
+    return Raw(jnp.logaddexp(old.lse, jax.nn.logsumexp(logits, axis=-1)), given, top, top_ids)
 
 
 def _tiles(

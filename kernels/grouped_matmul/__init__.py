@@ -7,7 +7,15 @@ from jaxtyping import Float, Float32, Int32
 from dgemma_jax.kernels.grouped_matmul import reference, xla
 from dgemma_jax.shapes import Array
 
-IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts}
+
+def _pallas(*arguments: Array) -> Array:
+    """`pallas.experts`, whose backend is a fifth of a second to import: only for those who choose it."""
+    from dgemma_jax.kernels.grouped_matmul import pallas
+
+    return pallas.experts(*arguments)
+
+
+IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts, "pallas": _pallas}
 
 
 def experts(
@@ -17,7 +25,7 @@ def experts(
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
     *,
-    implementation: Literal["auto", "reference", "xla"] = "auto",
+    implementation: Literal["auto", "reference", "xla", "pallas"] = "auto",
 ) -> Float[Array, "R D"]:
     """out[r] = sum_a weights[r,a] * (gelu(x[r] Wg) * (x[r] Wu)) Wd with the matrices of expert ids[r,a].
 

@@ -14,12 +14,12 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
 class Plan(NamedTuple):
     """Where each pair (token, chosen expert) goes: to a slot of its expert's blocks.
 
-    slots: i32[R,A] slot of each pair. tokens: i32[slots] token of each slot, R where a block is not full.
-    expert: i32[blocks] expert of each block. used: blocks that hold anything; the others are never visited.
+    slots: i32[R,A] slot of each pair. pairs: i32[slots] pair (token * A + choice) of each slot, R * A where a block is
+    not full. expert: i32[blocks] expert of each block. used: blocks that hold anything; the others are never visited.
     """
 
     slots: Int32[Array, "R A"]
-    tokens: Int32[Array, " S"]
+    pairs: Int32[Array, " S"]
     expert: Int32[Array, " blocks"]
     used: Int32[Array, ""]
 
@@ -35,9 +35,9 @@ def plan(ids: Int32[Array, "R A"], experts: int, block: int) -> Plan:
     rank = jnp.arange(R * A) - (jnp.cumsum(count) - count)[chosen[order]]
     slot = (last - -(-count // block))[chosen[order]] * block + rank
     slots = jnp.zeros(R * A, jnp.int32).at[order].set(slot.astype(jnp.int32))
-    tokens = jnp.full(blocks * block, R, jnp.int32).at[slot].set((order // A).astype(jnp.int32))
+    pairs = jnp.full(blocks * block, R * A, jnp.int32).at[slot].set(order.astype(jnp.int32))
     expert = jnp.searchsorted(last, jnp.arange(blocks), side="right").astype(jnp.int32)
-    return Plan(slots.reshape(R, A), tokens, jnp.minimum(expert, experts - 1), last[-1].astype(jnp.int32))
+    return Plan(slots.reshape(R, A), pairs, jnp.minimum(expert, experts - 1), last[-1].astype(jnp.int32))
 
 
 def block_size(pairs: int, experts: int) -> int:
@@ -54,20 +54,20 @@ def experts(
     ids: Int32[Array, "R A"],
 ) -> Float[Array, "R D"]:
     """See `dgemma_jax.kernels.grouped_matmul.experts`. The trip count is data, so there is no reverse mode."""
-    E, width, D = down.shape
+    (E, width, D), A = down.shape, ids.shape[1]
     block = block_size(ids.size, E)
     where = plan(ids, E, block)
     padded = jnp.concatenate([x, jnp.zeros((1, D), x.dtype)])
 
     def visit(index: Int32[Array, ""], out: Float32[Array, "S D"]) -> Float32[Array, "S D"]:
         expert = where.expert[index]
-        rows = padded[jax.lax.dynamic_slice_in_dim(where.tokens, index * block, block)]
+        rows = padded[jax.lax.dynamic_slice_in_dim(where.pairs, index * block, block) // A]
         inner = rows @ jax.lax.dynamic_index_in_dim(gate_up, expert, keepdims=False)
         hidden = jax.nn.gelu(inner[:, :width], approximate=True) * inner[:, width:]
         matrix = jax.lax.dynamic_index_in_dim(down, expert, keepdims=False)
         result = jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, result, index * block, axis=0)
 
-    slots = jnp.zeros((where.tokens.shape[0], D), jnp.float32)
+    slots = jnp.zeros((where.pairs.shape[0], D), jnp.float32)
     slots = jax.lax.fori_loop(0, where.used, visit, slots)
     return jnp.einsum("ra,rad->rd", weights, slots[where.slots]).astype(x.dtype)

@@ -1,14 +1,19 @@
 """One suite for every implementation of the expert layer, against a loop over tokens."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dgemma_jax.kernels.grouped_matmul import IMPLEMENTATIONS, experts
+from dgemma_jax.kernels.grouped_matmul import IMPLEMENTATIONS, experts, pallas
 
 E, D, WIDTH, A = 6, 20, 12, 2
-run = jax.jit(experts, static_argnames="implementation")
+# Several blocks per expert, several columns and terms at a time, of which the last are not full.
+IMPLEMENTATIONS["pallas in tiles"] = partial(pallas.experts, tile=pallas.Tile(16, 16, 16, 4, 1))
+# Unoptimised: nearly all of the time goes into compiling, not into these few numbers.
+run = jax.jit(experts, static_argnames="implementation", compiler_options={"xla_backend_optimization_level": 0})
 
 
 def gelu(x):
@@ -43,6 +48,14 @@ def test_any_number_of_tokens(implementation, rows):
     assert np.abs(np.asarray(got) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])  # 2,048 would keep the interpreter busy for long
+def test_a_chunk_of_a_long_prompt(implementation):
+    inputs = case(2048)
+    got = run(*map(jnp.asarray, inputs), implementation=implementation)
+    expected = by_hand(*inputs)
+    assert np.abs(np.asarray(got) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_token_may_choose_the_same_experts(implementation):
     x, gate_up, down, weights, ids = case(40)
@@ -68,3 +81,8 @@ def test_a_token_gets_the_same_bits_wherever_it_stands(implementation):
     straight = run(x, gate_up, down, weights, ids, implementation=implementation)
     mixed = run(x[order], gate_up, down, weights[order], ids[order], implementation=implementation)
     assert np.array_equal(np.asarray(straight)[order], mixed)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="'megablox' is unknown; choose from auto, reference, xla, pallas"):
+        experts(*map(jnp.asarray, case(1)), implementation="megablox")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request
-from dgemma_jax.engine.scheduler import Event, Scheduler
+from dgemma_jax.engine.scheduler import Event, Job, Scheduler
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
@@ -28,6 +29,7 @@ LARGEST_SLOTS, MOST_SLOTS = 8, 65_536  # chosen by itself, and at all
 DEFAULT_POLICY = Policy()
 NO_TOKENIZER = "this model has no tokenizer.json: pass token ids, or load with tokenizer=PATH"
 Prompt = str | Sequence[int]
+Name = TypeVar("Name")
 
 
 def load(
@@ -113,7 +115,7 @@ class Model:
     ) -> Iterator[tuple[int, Canvas | Finished]]:
         """`generate` as it happens: (index of the prompt, event), a Canvas per canvas and a Finished per prompt."""
         requests = self._requests(prompts, sampling, seed)
-        return self._run(requests, _slots(slots, len(requests)), policy)
+        return self.serve(enumerate(requests), _slots(slots, len(requests)), policy)
 
     def stream(
         self,
@@ -127,9 +129,9 @@ class Model:
         prompt: text, token ids, or the messages of a conversation.
         """
         if _is_conversation(prompt):
-            prompt = self._chat_prompt(prompt)
-        requests = self._one(prompt, sampling, seed)
-        return (event for _, event in self._run(requests, 1, policy, drafts=True))
+            prompt = self.chat_prompt(prompt)
+        request = self.request(prompt, sampling, seed)
+        return (event for _, event in self.serve([(None, request)], 1, policy, drafts=1))
 
     def chat(
         self,
@@ -146,9 +148,19 @@ class Model:
         Append `answer.as_message()`, then the tools' results, and call again. Control tokens typed in a message stay
         ordinary text.
         """
-        prompt = self._chat_prompt(messages, tools, thinking)
-        found = self._run(self._one(prompt, sampling, seed), 1, policy)
-        completion = next(event.completion for _, event in found if type(event) is Finished)
+        request = self.request(self.chat_prompt(messages, tools, thinking), sampling, seed)
+        events = self.serve([(None, request)], 1, policy)
+        completion = next(event.completion for _, event in events if isinstance(event, Finished))
+        return self.message(completion, messages, tools, thinking)
+
+    def message(
+        self,
+        completion: Completion,
+        messages: Sequence[Mapping],
+        tools: Sequence[Mapping] | None = None,
+        thinking: bool = False,
+    ) -> ChatMessage:
+        """A completion of a conversation's prompt taken apart into content, reasoning and tool calls."""
         in_thought = opens_thought(render_chat(messages, tools, thinking))
         response = parse_response(completion.raw_text, tools, in_thought)
         called = response.tool_calls and completion.finish_reason == "stop"
@@ -158,7 +170,7 @@ class Model:
             tool_calls=response.tool_calls,
             finish_reason="tool_calls" if called else completion.finish_reason,
             usage=Usage(
-                prompt_tokens=len(prompt),
+                prompt_tokens=completion.prompt_tokens,
                 completion_tokens=len(completion.tokens) + (completion.stop_id is not None),
                 canvases=len(completion.steps),
                 denoising_steps=sum(completion.steps),
@@ -185,25 +197,44 @@ class Model:
         own = {"canvas": canvas, "pinned": pinned, "suppress": (*self.defaults.suppress, *stops)}
         return self.generate([prompt], replace(sampling or Sampling(), **own), seed, policy)[0]
 
-    def _chat_prompt(
+    def chat_prompt(
         self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False
     ) -> list[int]:
+        """The token ids of a conversation, up to where the model's turn begins."""
         if self.tokenizer is None:
             raise ValueError(NO_TOKENIZER)
-        for index, message in enumerate(messages):
+        for index, message in enumerate(_list(messages, "messages", "a list of messages")):
             parts = message.get("content") if isinstance(message, Mapping) else None
             for part in parts if isinstance(parts, list | tuple) else ():
                 if isinstance(part, Mapping) and part.get("type") != "text":
                     raise ValueError(f"messages[{index}] holds a part of type {part.get('type')!r}; only text is read")
         return encode_chat(messages, self.tokenizer, tools, thinking)
 
-    def _run(
-        self, requests: list[Request], slots: int, policy: Policy | None, drafts: bool = False
-    ) -> Iterator[tuple[int, Event]]:
+    def request(self, prompt: Prompt, sampling: Sampling | None = None, seed: int | None = None) -> Request:
+        """One checked request, for `serve`. ValueError if it asks for several answers."""
+        request, *more = self._requests([prompt], sampling, seed)
+        if more:
+            raise ValueError(f"n is {1 + len(more)}; one answer is given here: use generate for several")
+        return request
+
+    def serve(
+        self,
+        requests: Iterable[tuple[Name, Request]],
+        slots: int | None = None,
+        policy: Policy | None = None,
+        drafts: int | None = None,
+    ) -> Iterator[tuple[Name, Event]]:
+        """(name, event) as things happen, with a Finished for every request; each is asked for once a slot is near.
+
+        requests: named requests, as many as you like. slots: see `generate`; None is 8. drafts: steps between two
+        Draft events of a request, None for none.
+        """
         if not isinstance(policy, Policy | None):
             raise ValueError(f"policy {policy!r} is not a dg.Policy; build one with dg.Policy(stop=...) and the like")
+        slots = LARGEST_SLOTS if slots is None else _slots(slots, 1)
         parts = (self.config, self.params, self._programs, self.tokenizer, self.max_model_len)
-        return _served(Scheduler(*parts, slots, policy or DEFAULT_POLICY), requests, drafts)
+        scheduler = Scheduler(*parts, slots, policy or DEFAULT_POLICY)
+        return _served(scheduler, iter(requests), drafts)
 
     def _requests(
         self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, seed: int | None
@@ -219,12 +250,6 @@ class Model:
         shared = Sampling(seed=seed).seed
         first = [self._request(prompt, own, shared) for prompt, own in zip(prompts, samplings, strict=True)]
         return [replace(request, copy=copy) for request in first for copy in range(request.sampling.n)]
-
-    def _one(self, prompt: Prompt, sampling: Sampling | None, seed: int | None) -> list[Request]:
-        requests = self._requests([prompt], sampling, seed)
-        if len(requests) > 1:
-            raise ValueError(f"n is {len(requests)}; one answer is given here: use generate for several")
-        return requests
 
     def _request(self, prompt: Prompt, sampling: Sampling | None, seed: int | None) -> Request:
         ids = self._encode(prompt)
@@ -284,12 +309,17 @@ class Model:
             )
 
 
-def _served(scheduler: Scheduler, requests: list[Request], drafts: bool) -> Iterator[tuple[int, Event]]:
-    """(index of the request, event) as things happen; a Finished for every request."""
-    index = {scheduler.submit(request, 1 if drafts else None): i for i, request in enumerate(requests)}
-    while scheduler.busy:
+def _served(
+    scheduler: Scheduler, requests: Iterator[tuple[Name, Request]], drafts: int | None
+) -> Iterator[tuple[Name, Event]]:
+    names: dict[Job, Name] = {}
+    while True:
+        while len(scheduler.waiting) < len(scheduler.jobs) and (pair := next(requests, None)) is not None:
+            names[scheduler.submit(pair[1], drafts)] = pair[0]
+        if not scheduler.busy:
+            return
         for job, event in scheduler.advance():
-            yield index[job], event
+            yield names.pop(job) if isinstance(event, Finished) else names[job], event
 
 
 def _list(value, name: str, expected: str) -> list:

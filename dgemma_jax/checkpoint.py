@@ -35,8 +35,14 @@ def open_checkpoint(
     Returns (config, params, tokenizer, defaults); tokenizer is None where the directory has none.
     Raises ValueError, with one line on what is wrong and what to do.
     """
-    dtype = _dtype_name(dtype)
-    opened = open_directory(name)
+    return read_checkpoint(open_directory(name), dtype, tokenizer)
+
+
+def read_checkpoint(
+    opened: Opened, dtype: Any = None, tokenizer: Any = None
+) -> tuple[Config, dict, Tokenizer | None, Sampling]:
+    """`open_checkpoint` of a directory that is open already: reads the weights."""
+    dtype = dtype_name(dtype)
     text = _tokenizer(opened.directory, tokenizer)
     defaults = _defaults(opened, text)
     params, stored = load(opened.weights, opened.abstract, dtype, place=jax.device_put)
@@ -135,7 +141,8 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
-def _dtype_name(dtype: Any) -> str | None:
+def dtype_name(dtype: Any) -> str | None:
+    """A dtype of weights by its name in config.json, None for None. Raises ValueError for others."""
     if dtype is None:
         return None
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name

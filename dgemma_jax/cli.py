@@ -24,7 +24,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code: 0, 2 after an error (one line on stderr), 130 after Ctrl-C.
+    """Runs one command line and returns its exit code: 0, 1 if some lines of a file could not be answered, 2 after an
+    error (one line on stderr), 130 after Ctrl-C.
 
     argv: without the program's name; None is the command line of this process.
     """
@@ -34,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # While modules are imported an exception would be lost in jax or leave them half-made.
         signal.signal(signal.SIGINT, lambda *_: _leave(EXIT_INTERRUPTED))
     logging.basicConfig(format="dgemma: %(message)s")
+    logging.getLogger("dgemma_jax.api").setLevel(logging.INFO)
     try:
-        import_module(f"dgemma_jax.cli_{args.command}").run(args)
+        return import_module(f"dgemma_jax.cli_{args.command}").run(args) or 0
     except (ValueError, OSError) as error:
         print(f"dgemma: error: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -43,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             _leave(EXIT_INTERRUPTED)
         return EXIT_INTERRUPTED
-    return 0
 
 
 def _open_streams() -> None:
@@ -79,6 +80,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="the prompt is the model's input as it stands, not a user's turn of a chat")
     add("--json", action="store_true", help="one JSON object per answer and line")
     add("--watch", action="store_true", help="show the canvas while it is denoised, one prompt after the other")
+    add("--input", metavar="FILE", help="answer a file of prompts, one JSON object with prompt or messages per line")
+    add("--output", metavar="FILE", help="where the answers to --input go, one JSON object per line as they finish")
+    add("--resume", action="store_true", help="go on with an --output that an earlier run left")
+    add("--shard", metavar="I/N", help="only every N-th line of --input, from line I on, counted from 0")
     add("--slots", type=int, metavar="N", help="prompts denoised together (by default as many as there are, up to 8)")
     _add_model_and_knobs(parser)
 
@@ -110,6 +115,8 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _add_model_and_knobs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="tiny", help="directory, hub name in the local cache, or tiny (the default, bundled)")
+    choices = "auto|reference|xla|pallas|triton"
+    add("--attention-implementation", default="auto", metavar=choices, help="auto (the default) takes what suits here")
     add("--seed", type=int, metavar="N", help="0 to 2**63 - 1; the same seed gives the same answer")
     add = parser.add_argument_group("sampling (by default what the model brings along)").add_argument
     add("--max-new-tokens", type=int, metavar="N", help="longest answer in tokens (by default the rest of the context)")

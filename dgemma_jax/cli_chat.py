@@ -32,7 +32,7 @@ def run(args: Namespace) -> None:
     sampling = sampling_of(args)
     tools = read_tools(args.tools) if args.tools else None
     console = Console(stderr=True)
-    model = load_model(args.model, console)
+    model = load_model(args, console)
     talk = Conversation(model, console, tools, args.thinking, sampling, args.seed)
     interactive = sys.stdin.isatty()
     if interactive:

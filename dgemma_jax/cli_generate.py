@@ -33,17 +33,21 @@ KNOBS = (
 )
 
 
-def run(args: Namespace) -> None:
+def run(args: Namespace) -> int:
     """Answers the prompts of a parsed command line. ValueError for what cannot be done; after Ctrl-C the answers that
     are finished are printed before KeyboardInterrupt leaves.
     """
+    if _is_batch(args):
+        from dgemma_jax.cli_batch import run as run_batch
+
+        return run_batch(args)
     console = Console(stderr=True)
     _check_watch(args, console)
     # Choices are checked before the weights are read.
     sampling = sampling_of(args)
     prompts = _prompts(args.prompts)
 
-    model = load_model(args.model, console)
+    model = load_model(args, console)
     inputs = prompts if args.raw or model.tokenizer is None else [_chat(prompt, model) for prompt in prompts]
     if args.watch:
         from dgemma_jax.cli_watch import watch
@@ -58,14 +62,29 @@ def run(args: Namespace) -> None:
     except KeyboardInterrupt:
         answers.flush()
         raise
+    return 0
 
 
-def load_model(name: str, console: Console) -> Model:
-    """The model, under a spinner on a terminal. From here on Ctrl-C is an exception, see `cli.main`."""
+def _is_batch(args: Namespace) -> bool:
+    """Whether a file of prompts is to be answered. ValueError where the options do not go together."""
+    if args.input is None:
+        for name in ("output", "resume", "shard"):
+            if getattr(args, name):
+                raise ValueError(f"--{name} goes with --input, the file of prompts")
+        return False
+    if args.output is None:
+        raise ValueError("--input needs --output, the file that takes the answers")
+    if args.prompts or args.watch or args.json:
+        raise ValueError("--input takes its prompts from the file; drop PROMPT, --watch and --json")
+    return True
+
+
+def load_model(args: Namespace, console: Console) -> Model:
+    """The model asked for, under a spinner on a terminal. From here on Ctrl-C is an exception, see `cli.main`."""
     import dgemma_jax as dg
 
-    with console.status(Text(f"loading {name}")) if console.is_terminal else nullcontext():
-        model = dg.load(name)
+    with console.status(Text(f"loading {args.model}")) if console.is_terminal else nullcontext():
+        model = dg.load(args.model, attention_implementation=args.attention_implementation)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return model
 

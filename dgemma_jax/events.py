@@ -14,9 +14,10 @@ class Completion:
 
     text: decoded without special tokens; raw_text: with them (both empty for a model without tokenizer).
     tokens: the new ids, without the stop id, which is in stop_id (None if no id stopped the text).
-    finish_reason: "stop" for a stop id or string, "length" at max_new_tokens or the end of the context.
+    finish_reason: "stop" for a stop id or string, "length" at max_new_tokens or the end of the context, "cancelled".
     steps: denoising steps of each canvas; tokens_per_step: len(tokens) / sum(steps).
     logprobs: log-probability (nats) of each token, None if not asked for. seed: repeats this answer.
+    prompt_tokens: length of the prompt.
     """
 
     text: str
@@ -28,6 +29,7 @@ class Completion:
     tokens_per_step: float
     logprobs: list[float] | None
     seed: int
+    prompt_tokens: int
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class Answer:
             tokens_per_step=len(self.tokens) / max(1, sum(self.steps)),
             logprobs=list(self.logprobs) if self.request.sampling.logprobs else None,
             seed=self.request.seed,
+            prompt_tokens=len(self.request.ids),
         )
 
     def _texts(self) -> tuple[str, str]:

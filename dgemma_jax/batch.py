@@ -1,0 +1,190 @@
+"""Answering a file of prompts: one JSON object per line in, one per line out, resumable after any interruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dgemma_jax.events import Canvas, Completion, Finished
+from dgemma_jax.sampling import Sampling
+
+if TYPE_CHECKING:
+    from dgemma_jax.api import Model
+
+FIELDS = ("id", "prompt", "messages", "tools", "thinking", "sampling")
+Id = str | int
+
+
+class Conversation(NamedTuple):
+    """What a line's `messages` were, to take the answer apart."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    thinking: bool
+
+
+class Line(NamedTuple):
+    """A line of the input, read. conversation: None for a plain prompt."""
+
+    id: Id
+    prompt: str
+    conversation: Conversation | None
+    sampling: Sampling
+
+
+class Shard(NamedTuple):
+    """Every `of`-th line, from line number `index` on."""
+
+    index: int = 0
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """`i/n`. ValueError unless 0 <= i < n."""
+        index, _, of = text.partition("/")
+        if not (index.isdecimal() and of.isdecimal() and int(index) < int(of)):
+            raise ValueError(f"shard {text!r}; expected i/n with 0 <= i < n, such as 0/4")
+        return cls(int(index), int(of))
+
+
+EVERYTHING = Shard()
+
+
+def answers(
+    model: Model,
+    lines: Iterable[str],
+    sampling: Sampling,
+    *,
+    seed: int | None = None,
+    slots: int | None = None,
+    raw: bool = False,
+    shard: Shard = EVERYTHING,
+    done: Iterable[Id] = (),
+) -> Iterator[dict[str, Any] | Canvas]:
+    """The result of every line as it finishes, {"id": ..., "error": ...} for one that cannot be answered; between them
+    every Canvas. Lines are read as slots become free.
+
+    sampling: of lines that choose nothing else. raw: a `prompt` is the model's input as it stands, not a user's turn.
+    done: ids to leave out.
+    """
+    failed: list[dict[str, Any]] = []
+
+    def requests() -> Iterator[tuple[Line, Any]]:
+        seen = set(done)
+        for number, text in enumerate(lines):
+            if number % shard.of != shard.index or not text.strip():
+                continue
+            found: Id = number
+            try:
+                entry = _parsed(text)
+                found = entry.get("id", number)
+                if found in seen:
+                    if found in done:
+                        continue
+                    raise ValueError(f"id {found!r} is on an earlier line, too; every line needs its own")
+                seen.add(found)
+                line = _line(found, entry, sampling)
+                yield line, _request(model, line, seed, raw)
+            except ValueError as error:
+                failed.append({"id": found, "error": str(error)})
+            except Exception as error:  # a line may hold anything, and must not end the others
+                failed.append({"id": found, "error": f"{type(error).__name__}: {error}"})
+
+    done = frozenset(done)
+    for line, event in model.serve(requests(), slots):
+        yield from _emptied(failed)
+        if isinstance(event, Finished):
+            yield _result(model, line, event.completion)
+        elif isinstance(event, Canvas):
+            yield event
+    yield from _emptied(failed)
+
+
+def _emptied(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    while results:
+        yield results.pop(0)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(entry, dict):
+        raise ValueError(f"{text.strip():.60} is no JSON object; expected one with prompt or messages")
+    if not isinstance(entry.get("id", 0), str | int) or isinstance(entry.get("id"), bool):
+        raise ValueError(f"id is {entry['id']!r:.60}; expected text or an integer")
+    return entry
+
+
+def _line(id: Id, entry: dict[str, Any], sampling: Sampling) -> Line:
+    if unknown := [name for name in entry if name not in FIELDS]:
+        raise ValueError(f"the field {unknown[0]!r} is unknown; expected {', '.join(FIELDS)}")
+    if ("prompt" in entry) == ("messages" in entry):
+        raise ValueError("expected either prompt or messages")
+    own = entry.get("sampling", {})
+    if not isinstance(own, dict):
+        raise ValueError(f"sampling is {own!r:.60}; expected an object")
+    try:
+        chosen = Sampling(**own).merged(sampling)
+    except TypeError:
+        unknown = [name for name in own if name not in Sampling.__dataclass_fields__]
+        raise ValueError(f"sampling has no field {unknown[0]!r}") from None
+    if "messages" not in entry:
+        for name in ("tools", "thinking"):
+            if name in entry:
+                raise ValueError(f"{name} goes with messages, not with prompt")
+        if not isinstance(entry["prompt"], str) or not entry["prompt"]:
+            raise ValueError(f"prompt is {entry['prompt']!r:.60}; expected text")
+        return Line(id, entry["prompt"], None, chosen)
+    thinking = entry.get("thinking", False)
+    if not isinstance(thinking, bool):
+        raise ValueError(f"thinking is {thinking!r}; expected true or false")
+    return Line(id, "", Conversation(entry["messages"], entry.get("tools"), thinking), chosen)
+
+
+def _request(model: Model, line: Line, seed: int | None, raw: bool) -> Any:
+    if line.conversation is not None:
+        return model.request(model.chat_prompt(*line.conversation), line.sampling, seed)
+    if raw:
+        return model.request(line.prompt, line.sampling, seed)
+    return model.request(model.chat_prompt([{"role": "user", "content": line.prompt}]), line.sampling, seed)
+
+
+def _result(model: Model, line: Line, completion: Completion) -> dict[str, Any]:
+    fields = {"id": line.id} | asdict(completion)
+    if fields["logprobs"] is None:
+        del fields["logprobs"]
+    if line.conversation is not None:
+        message = model.message(completion, *line.conversation)
+        fields |= {"message": message.as_message(), "finish_reason": message.finish_reason}
+    return fields
+
+
+def finished_ids(output: Path) -> set[Id]:
+    """The ids answered in an earlier run's output, which is put in order first: a line cut short by the interruption
+    and lines with errors, which are to be tried again, go.
+
+    ValueError if a line is none of ours.
+    """
+    if not output.exists():
+        return set()
+    kept, ids = [], set()
+    text = output.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        try:
+            entry = json.loads(line)
+            if line.endswith("\n") and "error" not in entry:
+                ids.add(entry["id"])
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            if line.endswith("\n"):
+                raise ValueError(f"{output}, line {number}: no result of an earlier run; choose another file") from None
+    if (repaired := "".join(kept)) != text:
+        temporary = output.with_name(output.name + ".tmp")
+        temporary.write_text(repaired, encoding="utf-8")
+        temporary.replace(output)
+    return ids

@@ -1,0 +1,183 @@
+"""Files of prompts: every line has its result, whatever it holds and however often the run is interrupted."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+import dgemma_jax as dg
+from dgemma_jax import cli
+from dgemma_jax.batch import Shard, answers, finished_ids
+from dgemma_jax.text.tokenizer import Tokenizer
+from dgemma_jax.train import tokenizer as vocabulary
+from tests.random_models import SMALL, random_model
+
+SHORT = dg.Sampling(max_new_tokens=SMALL.canvas_length + 3, max_denoising_steps=2)
+LINES = [
+    {"prompt": "Sort 3 1 2"},
+    {"id": "chat", "messages": [{"role": "user", "content": "Hi"}]},
+    {"prompt": "Hello", "sampling": {"max_new_tokens": 2, "seed": 9, "logprobs": True}},
+    {"id": "think", "messages": [{"role": "user", "content": "Hi"}], "thinking": True, "tools": []},
+    {"prompt": "one two three " * 9},
+]
+WRONG = [
+    ("{", "not JSON"),
+    ("[1]", "no JSON object"),
+    ('{"prompt": "a", "temprature": 1}', "field 'temprature' is unknown; expected id, prompt"),
+    ('{"prompt": "a", "sampling": {"topk": 1}}', "sampling has no field 'topk'"),
+    ('{"prompt": "a", "sampling": {"top_k": -1}}', "top_k is -1; expected"),
+    ('{"prompt": "a", "sampling": 3}', "sampling is 3"),
+    ('{"prompt": "a", "sampling": {"n": 2}}', "n is 2; one answer is given here"),
+    ('{"prompt": ""}', "prompt is ''; expected text"),
+    ('{"prompt": "a", "messages": []}', "either prompt or messages"),
+    ("{}", "either prompt or messages"),
+    ('{"prompt": "a", "thinking": true}', "thinking goes with messages"),
+    ('{"messages": 5}', "messages is 5; expected a list of messages"),
+    ('{"messages": [5]}', ""),
+    ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', ""),
+    ('{"messages": [{"role": "user", "content": "x"}], "tools": [3]}', ""),
+    ('{"messages": [{"role": "robot", "content": "x"}]}', "robot"),
+    ('{"id": [1], "prompt": "a"}', "id is [1]; expected text or an integer"),
+    ('{"prompt": "' + "a" * 500 + '"}', "leaves no room in a context of 200"),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = replace(SMALL, vocab_size=vocabulary.VOCAB_SIZE)
+    return random_model(config, tokenizer=Tokenizer(vocabulary.build()), max_model_len=200)
+
+
+def results(model, lines, **how) -> dict:
+    lines = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    found = [r for r in answers(model, lines, SHORT, seed=1, slots=4, **how) if isinstance(r, dict)]
+    assert len({r["id"] for r in found}) == len(found)
+    return {r["id"]: r for r in found}
+
+
+def test_every_line_is_answered_as_the_library_would(model):
+    found = results(model, LINES)
+    assert set(found) == {0, "chat", 2, "think", 4}
+    prompt = model.chat_prompt([{"role": "user", "content": "Sort 3 1 2"}])
+    (alone,) = model.generate([prompt], SHORT, seed=1, slots=4)
+    assert found[0]["tokens"] == alone.tokens
+    assert found[0]["text"] == alone.text
+    assert "logprobs" not in found[0]
+    assert len(found[2]["tokens"]) == len(found[2]["logprobs"]) == 2
+    assert found[2]["seed"] == 9
+    assert found["chat"]["message"]["role"] == "assistant"
+    (raw,) = results(model, LINES[:1], raw=True).values()
+    assert raw["tokens"] != found[0]["tokens"]
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG)
+def test_a_wrong_line_has_its_error_and_harms_no_other(model, line, message):
+    found = results(model, [LINES[0], line, LINES[4]])
+    assert message in found.pop(1)["error"]
+    assert set(found) == {0, 2}
+    assert all("tokens" in result for result in found.values())
+
+
+def test_an_id_is_used_once(model):
+    found = [r for r in answers(model, [json.dumps(LINES[1])] * 2, SHORT, slots=4) if isinstance(r, dict)]
+    assert sorted("error" in r for r in found) == [False, True]
+
+
+def test_shards_are_the_whole(model):
+    parts = [results(model, LINES, shard=Shard(i, 3)) for i in range(3)]
+    assert {**parts[0], **parts[1], **parts[2]} == results(model, LINES)
+    assert sum(map(len, parts)) == len(LINES)
+    for text in ("3/3", "-1/2", "a/b", "1", "1/0"):
+        with pytest.raises(ValueError, match="expected i/n"):
+            Shard.parse(text)
+
+
+def test_lines_are_read_as_slots_become_free(model):
+    read = []
+
+    def lines():
+        for index in range(40):
+            read.append(index)
+            yield json.dumps({"prompt": f"Sort {index}"})
+
+    first = next(r for r in answers(model, lines(), SHORT, seed=1, slots=4) if isinstance(r, dict))
+    assert "tokens" in first
+    assert len(read) < 20
+
+
+@pytest.fixture
+def command(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(dg, "load", lambda *_, **__: model)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+
+    def run(*more: str) -> int:
+        options = ["--max-new-tokens", "19", "--max-denoising-steps", "2", "--seed", "1", "--slots", "4"]
+        return cli.main(["generate", "--input", str(source), "--output", str(output), *options, *more])
+
+    return run, source, output
+
+
+def stored(output) -> dict:
+    return {entry["id"]: entry for entry in map(json.loads, output.read_text().splitlines())}
+
+
+def test_the_command_writes_what_the_function_gives(model, command, capsys):
+    run, _, output = command
+    assert run() == 0
+    assert stored(output) == results(model, LINES)
+    assert "5 of 5 answered, 0 failed" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_anywhere_goes_on_to_the_same_result(command):
+    run, _, output = command
+    run()
+    whole, text = stored(output), output.read_bytes()
+    rng = random.Random(0)
+    for cut in [0, len(text) - 1, *(rng.randrange(len(text)) for _ in range(8))]:
+        output.write_bytes(text[:cut])
+        assert run("--resume") == 0
+        assert stored(output) == whole
+        assert len(output.read_text().splitlines()) == len(LINES)
+
+
+def test_lines_with_errors_are_counted_and_tried_again(command, capsys):
+    run, source, output = command
+    good = source.read_text()
+    source.write_text(good + '{"id": "last"}\n')
+    assert run() == 1
+    assert "5 of 6 answered, 1 failed" in capsys.readouterr().err
+    assert "error" in stored(output)["last"]
+    source.write_text(good + '{"id": "last", "prompt": "Hi"}\n')
+    assert run("--resume") == 0
+    assert "tokens" in stored(output)["last"]
+    assert len(output.read_text().splitlines()) == 6
+
+
+def test_a_file_that_is_there_is_not_touched_unasked(command, capsys):
+    run, source, output = command
+    output.write_text("precious\n")
+    assert run() == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert run("--resume") == 2
+    assert "no result of an earlier run" in capsys.readouterr().err
+    assert output.read_text() == "precious\n"
+    source.unlink()
+    assert run() == 2
+    assert finished_ids(output.with_name("none")) == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--input", "a"], "--input needs --output"),
+        (["--resume"], "--resume goes with --input"),
+        (["--output", "b", "hello"], "--output goes with --input"),
+        (["--input", "a", "--output", "b", "hello"], "takes its prompts from the file"),
+        (["--input", "a", "--output", "b", "--shard", "4/4"], "shard '4/4'; expected i/n"),
+    ],
+)
+def test_options_that_do_not_go_together(options, message, capsys):
+    assert cli.main(["generate", *options]) == 2
+    assert message in capsys.readouterr().err

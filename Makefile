@@ -2,12 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-newest lint clean
+.PHONY: demo test test-newest gpu-offline gpu-aot lint clean
 
-demo: $(VENV)/.demo  ## install, then let the bundled model answer a few prompts
-	$(BIN)/dgemma generate --seed 1 \
-	  "$$(printf 'Solve this sudoku:\n1...\n..3.\n.4..\n...2')" \
-	  "Reverse this list: 12 7 93 4 55 8" "Reverse q w e r t y"
+demo: $(VENV)/.demo  ## install, then watch a sudoku being solved, a list sorted, a tool called
+	$(BIN)/python -m dgemma_jax.demo
 
 test: $(VENV)/.test lint test-newest  ## what CI runs
 	$(BIN)/python -m pytest
@@ -15,12 +13,31 @@ test: $(VENV)/.test lint test-newest  ## what CI runs
 test-newest:  ## the fast tests on Python 3.12 with the newest jax
 	./.ci/newest
 
+gpu-offline: .venv-gpu/.done  ## the GPU kernels' machine code and CUDA programs, on a machine without a GPU
+	JAX_PLATFORMS=cpu .venv-gpu/bin/python -m pytest -m gpu_offline -rs
+
+gpu-aot: .venv-gpu-aot/.done  ## the 26B programs compiled for GPUs that are not there: memory, copies, kernels
+	.venv-gpu-aot/bin/python -m pytest -m gpu_aot -rs -s tests/gpu_aot
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+
+.venv-gpu/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --editable '.[test,triton]' jax==0.10.2
+	.venv-gpu/bin/python -m pip install --quiet --no-deps jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
+	touch $@
+
+.venv-gpu-aot/.done: pyproject.toml
+	python3.12 -m venv .venv-gpu-aot
+	.venv-gpu-aot/bin/python -m pip install --quiet --editable . jax==0.11.2 'beartype>=0.22' 'pytest>=8'
+	.venv-gpu-aot/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 \
+	  nvidia-cuda-nvcc nvidia-nvvm
+	touch $@
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
@@ -31,4 +48,4 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv312 build dist *.egg-info
+	rm -rf $(VENV) .venv312 .venv-gpu .venv-gpu-aot build dist *.egg-info

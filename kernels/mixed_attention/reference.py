@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Bool, Int32
 
-from dgemma_jax.shapes import Array, CachedKeys, Keys, Lengths, Queries, RowMask
+from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
 
 
 def slot_positions(length: Lengths, slots: int) -> Int32[Array, "B S"]:
@@ -43,6 +43,16 @@ def visible(
     return cached, own
 
 
+def same_block(blocks: Blocks) -> Bool[Array, "B T T"]:
+    """Whether two tokens lie in one image, a run of adjacent tokens with the same id other than 0.
+
+    A causal query sees its own image whole, later tokens and those outside the window included, in both kinds of
+    layers: transformers joins this mask to the causal one after the window has been applied to that.
+    """
+    run = jnp.cumsum(blocks != jnp.roll(blocks, 1, axis=1), axis=1)
+    return (run[:, :, None] == run[:, None, :]) & (blocks != 0)[:, None, :]
+
+
 def mixed_attention(
     q: Queries,
     k: Keys,
@@ -52,13 +62,17 @@ def mixed_attention(
     prefix_length: Lengths,
     own_length: Lengths,
     causal: RowMask,
+    blocks: Blocks | None = None,
     *,
     window: int | None,
-) -> Queries:
+) -> tuple[Queries, LogSums]:
     """See `dgemma_jax.kernels.mixed_attention.mixed_attention`; the softmax is in fp32, unscaled."""
     B, T, N, H = q.shape
     K, S = k.shape[2], prefix_k.shape[1]
     cached, own = visible(prefix_length, own_length, causal, S, T, window)
+    if blocks is not None:
+        counts = (jnp.arange(T) < own_length[:, None])[:, None, :]
+        own |= same_block(blocks) & counts & causal[:, None, None]
     # A slot that was never written may hold anything, NaN included: 0 * NaN would still poison the sum.
     written = slot_positions(prefix_length, S) >= 0
     prefix_v = jnp.where(written[:, :, None, None], prefix_v, 0)
@@ -74,4 +88,5 @@ def mixed_attention(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(v.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, values, preferred_element_type=jnp.float32)
-    return out.reshape(B, T, N, H).astype(q.dtype)
+    log_sums = jnp.moveaxis((peak + jnp.log(total))[..., 0], 3, 1).reshape(B, T, N)
+    return out.reshape(B, T, N, H).astype(q.dtype), log_sums

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32, Int32
 
-from dgemma_jax.shapes import Array, CachedKeys, Keys, Lengths, Queries, RowMask
+from dgemma_jax.kernels.mixed_attention.ranges import key_ranges
+from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
 
 BLOCK = 256
 
@@ -33,42 +34,38 @@ def mixed_attention(
     prefix_length: Lengths,
     own_length: Lengths,
     causal: RowMask,
+    blocks: Blocks | None = None,
     *,
     window: int | None,
     block: int = BLOCK,
-) -> Queries:
+) -> tuple[Queries, LogSums]:
     """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. block: cached positions taken at once."""
     B, T, N, H = q.shape
     K, S = k.shape[2], prefix_k.shape[1]
     block = min(block, S)
     grouped = q.reshape(B, T, K, N // K, H)
-    query = jnp.arange(T)[None, :, None]
-    order = causal[:, None, None]
+    ranges = key_ranges(prefix_length, own_length, causal, blocks, slots=S, tokens=T, window=window)
+    written = jnp.minimum(prefix_length, S)[:, None]
 
     def visit(index: Int32[Array, ""], running: Running) -> Running:
         begin = jnp.minimum(index * block, S - block)  # the last block may overlap the one before
         slot = begin + jnp.arange(block)
-        last = prefix_length[:, None] - 1
-        position = last - (last - slot) % S
-        fresh = (position >= 0) & (slot >= index * block)
-        mask = fresh[:, None]
-        if window is not None:
-            first = prefix_length[:, None, None] + jnp.where(order, query, 0)
-            mask = mask & (position[:, None] > first - window)
+        age = (prefix_length[:, None] - 1 - slot) % S  # 0: the newest position
+        fresh = (age < written) & (slot >= index * block)
+        mask = fresh[:, None] & (age[:, None] < ranges.cached[:, :, None])
         keys, values = (jax.lax.dynamic_slice_in_dim(x, begin, block, axis=1) for x in (prefix_k, prefix_v))
         # What was never written may be NaN, and 0 * NaN would poison the sum.
         values = jnp.where(fresh[:, :, None, None], values, 0)
         return _add(running, grouped, keys.astype(k.dtype), values.astype(v.dtype), mask)
 
-    key = jnp.arange(T)[None, None, :]
-    own = (key < own_length[:, None, None]) & (~order | (key <= query))
-    if window is not None:
-        own &= ~order | (key > query - window)
+    key = jnp.arange(T)
+    own = (key >= ranges.first[:, :, None]) & (key < ranges.last[:, :, None])
     running = _add(_empty(grouped), grouped, k, v, own)
-    used = -(-jnp.max(jnp.minimum(prefix_length, S)) // block)
+    used = -(-jnp.max(written) // block)
     running = jax.lax.fori_loop(0, used, visit, running)
     out = running.out / jnp.where(running.total == 0, 1.0, running.total)[..., None]
-    return jnp.moveaxis(out, 3, 1).reshape(B, T, N, H).astype(q.dtype)
+    log_sums = running.peak + jnp.log(running.total)
+    return jnp.moveaxis(out, 3, 1).reshape(B, T, N, H).astype(q.dtype), jnp.moveaxis(log_sums, 3, 1).reshape(B, T, N)
 
 
 def _empty(q: Float[Array, "B T K G H"]) -> Running:

@@ -1,21 +1,18 @@
-"""The attention kernel lowered for CUDA on a machine without it, at the shapes of 26B and at odd ones."""
+"""The Pallas kernel of attention lowered for CUDA on a machine without it, at the shapes of 26B and at odd ones."""
 
 import jax.numpy as jnp
 import pytest
 
-from dgemma_jax.kernels.mixed_attention.offline import GPUS, Case, compile_kernel
+from dgemma_jax.kernels.mixed_attention.offline import Case
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
-
-SLIDING = Case("sliding", H=256, K=8, S=1024, window=1024)
-FULL = Case("full", H=512, K=2, S=8192, window=None)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        SLIDING,
-        FULL,
+        Case("sliding", H=256, K=8, S=1024, window=1024),
+        Case("full", H=512, K=2, S=8192, window=None),
         Case("a sliding layer in a full buffer", H=256, K=8, S=8192, window=1024),
         Case("the longest prefix", H=512, K=2, S=262144, window=None),
         Case("nothing a multiple of the tile", H=256, K=8, S=1000, window=1000, T=99),
@@ -29,12 +26,3 @@ def test_lowers_to_one_triton_call(case):
     text = case.lower("NVIDIA H200").as_text()
     assert text.count("xla.gpu.triton") == 1
     assert "stablehlo.while" not in text  # the interpreter's loop over programs
-
-
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-@pytest.mark.parametrize("case", [SLIDING, FULL], ids=lambda case: case.name)
-def test_machine_code_fits_without_spills(case, gpu):
-    pytest.importorskip("triton", reason="the triton wheel compiles the kernel; install it to run this")
-    code = compile_kernel(case.lower(gpu.kind), gpu)
-    assert code.spilled == 0
-    assert code.shared <= gpu.shared

@@ -225,7 +225,7 @@ def test_arguments_are_checked_against_the_schema(value, schema, fits):
 
 
 def talk(monkeypatch, capsys, model, lines, *arguments):
-    monkeypatch.setattr(dg, "load", lambda name: model)
+    monkeypatch.setattr(dg, "load", lambda name, **_: model)
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     code = cli.main(["chat", *arguments])
     captured = capsys.readouterr()

@@ -48,7 +48,7 @@ def model(directory) -> dg.Model:
 @pytest.fixture
 def loaded(monkeypatch, model) -> dg.Model:
     """`dg.load` gives the one model of this file, so that its programs are compiled once."""
-    monkeypatch.setattr(dg, "load", lambda name: model)
+    monkeypatch.setattr(dg, "load", lambda name, **_: model)
     return model
 
 
@@ -179,7 +179,7 @@ def test_after_ctrl_c_the_finished_answers_are_printed(monkeypatch, capsys):
     script = Scripted(
         (0, Canvas([5], 2)), (2, Finished(completion("third"))), (0, Finished(completion("first"))), (1, Canvas([5], 2))
     )
-    monkeypatch.setattr(dg, "load", lambda name: script)
+    monkeypatch.setattr(dg, "load", lambda name, **_: script)
     code, out, err = run(capsys, "a", "b", "c", "--json")
     assert code == 130 and err == ""
     assert [(answer["prompt"], answer["text"]) for answer in map(json.loads, out.splitlines())] == [
@@ -190,7 +190,7 @@ def test_after_ctrl_c_the_finished_answers_are_printed(monkeypatch, capsys):
 
 def test_every_choice_reaches_the_model(monkeypatch, capsys):
     script = Scripted()
-    monkeypatch.setattr(dg, "load", lambda name: script)
+    monkeypatch.setattr(dg, "load", lambda name, **_: script)
     options = "--slots 4 --seed 5 --max-new-tokens 6 --max-denoising-steps 7 --entropy-bound 0.5 --t-min 0.1 --t-max 2"
     run(capsys, "a", "b", *options.split(), "--temperature", "0", "--stop", "x", "--stop", "y")
     wanted = dg.Sampling(
@@ -208,7 +208,7 @@ def test_every_choice_reaches_the_model(monkeypatch, capsys):
 
 
 def test_ctrl_c_while_loading(monkeypatch, capsys):
-    def interrupted(name):
+    def interrupted(name, **_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(dg, "load", interrupted)
@@ -219,7 +219,7 @@ def test_an_interrupted_process_leaves_with_130():
     code = (
         "import sys, dgemma_jax as dg\n"
         "from dgemma_jax.cli import main\n"
-        "def load(name): raise KeyboardInterrupt\n"
+        "def load(name, **_): raise KeyboardInterrupt\n"
         "dg.load, sys.argv = load, ['dgemma', 'generate', 'a']\n"
         "main()\n"
     )

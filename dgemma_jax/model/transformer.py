@@ -135,8 +135,11 @@ class Transformer(nnx.Module):
             )
             x = layer.feed_forward(x + layer.post_attention_norm(out)) * layer.scalar(causal)
             if keep is not None:
-                ks.append(write(prefix_k, k, cache.lengths, keep, ring=spec.kind == "sliding"))
-                vs.append(write(prefix_v, v, cache.lengths, keep, ring=spec.kind == "sliding"))
+                # No number exceeds infinity. But XLA, which does not see that the buffers are read before they are
+                # written unless the place to write depends on what was read, would copy each of them twice.
+                start = cache.lengths + (out[:, 0, 0] > jnp.inf)
+                ks.append(write(prefix_k, k, start, keep, ring=spec.kind == "sliding"))
+                vs.append(write(prefix_v, v, start, keep, ring=spec.kind == "sliding"))
         if keep is not None:
             cache = replace(cache, k=tuple(ks), v=tuple(vs), lengths=cache.lengths + keep)
         return cache, self.final_norm(x)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from dgemma_jax.cache import KVCache, init_cache
     from dgemma_jax.config import Config, gemma_26b_a4b, tiny
     from dgemma_jax.diffusion.policy import Knobs, Policy, accept
+    from dgemma_jax.engine.engine import Engine
+    from dgemma_jax.engine.handle import Handle
     from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
     from dgemma_jax.functional import denoise, denoise_logits, encode, soft_embedding
     from dgemma_jax.sampling import UNSET, Sampling
@@ -23,7 +25,9 @@ _HOME = {
     "Completion": "events",
     "Config": "config",
     "Draft": "events",
+    "Engine": "engine.engine",
     "Finished": "events",
+    "Handle": "engine.handle",
     "KVCache": "cache",
     "Knobs": "diffusion.policy",
     "Model": "api",

@@ -15,7 +15,7 @@ from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request
-from dgemma_jax.engine.scheduler import Event, Job, Scheduler
+from dgemma_jax.engine.scheduler import Event, Failed, Job, Scheduler
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
@@ -128,9 +128,7 @@ class Model:
 
         prompt: text, token ids, or the messages of a conversation.
         """
-        if _is_conversation(prompt):
-            prompt = self.chat_prompt(prompt)
-        request = self.request(prompt, sampling, seed)
+        request = self.request(self.as_prompt(prompt), sampling, seed)
         return (event for _, event in self.serve([(None, request)], 1, policy, drafts=1))
 
     def chat(
@@ -197,6 +195,19 @@ class Model:
         own = {"canvas": canvas, "pinned": pinned, "suppress": (*self.defaults.suppress, *stops)}
         return self.generate([prompt], replace(sampling or Sampling(), **own), seed, policy)[0]
 
+    def as_prompt(
+        self,
+        prompt: Prompt | Sequence[Mapping],
+        tools: Sequence[Mapping] | None = None,
+        thinking: bool = False,
+    ) -> Prompt:
+        """The prompt itself, or the one that a conversation is rendered to."""
+        if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            return self.chat_prompt(prompt, tools, thinking)
+        if tools or thinking:
+            raise ValueError("tools and thinking go with the messages of a conversation, not with a plain prompt")
+        return prompt
+
     def chat_prompt(
         self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False
     ) -> list[int]:
@@ -229,12 +240,15 @@ class Model:
         requests: named requests, as many as you like. slots: see `generate`; None is 8. drafts: steps between two
         Draft events of a request, None for none.
         """
+        return _served(self.scheduler(slots, policy), iter(requests), drafts)
+
+    def scheduler(self, slots: int | None = None, policy: Policy | None = None) -> Scheduler:
+        """Slots of this model's own, for whoever drives them; None is 8."""
         if not isinstance(policy, Policy | None):
             raise ValueError(f"policy {policy!r} is not a dg.Policy; build one with dg.Policy(stop=...) and the like")
         slots = LARGEST_SLOTS if slots is None else _slots(slots, 1)
         parts = (self.config, self.params, self._programs, self.tokenizer, self.max_model_len)
-        scheduler = Scheduler(*parts, slots, policy or DEFAULT_POLICY)
-        return _served(scheduler, iter(requests), drafts)
+        return Scheduler(*parts, slots, policy or DEFAULT_POLICY)
 
     def _requests(
         self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, seed: int | None
@@ -319,6 +333,8 @@ def _served(
         if not scheduler.busy:
             return
         for job, event in scheduler.advance():
+            if isinstance(event, Failed):
+                raise event.error
             yield names.pop(job) if isinstance(event, Finished) else names[job], event
 
 
@@ -326,10 +342,6 @@ def _list(value, name: str, expected: str) -> list:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise ValueError(f"{name} is {value!r:.60}; expected {expected}")
     return list(value)
-
-
-def _is_conversation(prompt: Prompt | Sequence[Mapping]) -> bool:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _slots(slots: int | None, prompts: int) -> int:

@@ -21,7 +21,16 @@ from dgemma_jax.text.tokenizer import Tokenizer
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 32, 1024
 UNTIL_READY = 2**31 - 1
-Event = Draft | Canvas | Finished
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that ended in an error of its own."""
+
+    error: Exception
+
+
+Event = Draft | Canvas | Finished | Failed
 
 
 @dataclass(eq=False)
@@ -84,7 +93,7 @@ class Scheduler:
         return job
 
     def cancel(self, job: Job) -> None:
-        """End a request at the next `advance`, with what it has by then."""
+        """End a request at the next `advance`, with what it has by then; nothing if it is over."""
         job.cancelled = True
 
     def advance(self) -> Iterator[tuple[Job, Event]]:
@@ -106,8 +115,9 @@ class Scheduler:
         for job in [job for job in (*self.waiting, *self.jobs) if job is not None and job.cancelled]:
             if job.slot is None:
                 self.waiting.remove(job)
+            self._leave(job)
             job.answer.finish_reason = "cancelled"
-            yield self._finish(job)
+            yield job, Finished(job.answer.completion())
 
     def _fill(self) -> None:
         """Waiting requests take the free slots, first come, first served."""
@@ -166,11 +176,23 @@ class Scheduler:
             if job.drafts and job.steps != seen and job.steps % job.drafts == 0:
                 yield job, Draft(tokens=best[slot].tolist(), step=job.steps)
             if ready[slot]:
-                yield job, job.answer.take(best[slot].tolist(), logprob[slot].tolist(), job.steps)
-                if job.answer.finish_reason is None:
-                    self._commit(job)
-                else:
-                    yield self._finish(job)
+                yield from self._take(job, best[slot].tolist(), logprob[slot].tolist())
+
+    def _take(self, job: Job, canvas: list[int], logprobs: list[float]) -> Iterator[tuple[Job, Event]]:
+        """Adds a finished canvas to its answer; an error in that, which is the tokenizer's, ends this request alone."""
+        try:
+            event = job.answer.take(canvas, logprobs, job.steps)
+            ended = job.answer.finish_reason is not None and Finished(job.answer.completion())
+        except Exception as error:
+            self._leave(job)
+            yield job, Failed(error)
+            return
+        yield job, event
+        if ended:
+            self._leave(job)
+            yield job, ended
+        else:
+            self._commit(job)
 
     def _commit(self, job: Job) -> None:
         """The next pass appends the finished canvas; the last canvas of an answer is never encoded."""
@@ -178,11 +200,10 @@ class Scheduler:
         self._make_room(job.encoded)
         job.committing, job.steps = True, 0
 
-    def _finish(self, job: Job) -> tuple[Job, Finished]:
+    def _leave(self, job: Job) -> None:
         if job.slot is not None:
             self.jobs[job.slot] = None
         job.slot, job.at_work = None, False
-        return job, Finished(job.answer.completion())
 
     def _make_room(self, length: int) -> None:
         if length > self.cache.capacity:

@@ -1,0 +1,159 @@
+"""The engine: many callers at once, cancelling, failing, closing."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+import dgemma_jax as dg
+from dgemma_jax.engine.scheduler import Scheduler
+from tests.random_models import SMALL, random_model
+from tests.test_generate import small_tokenizer
+
+C = SMALL.canvas_length
+SLOTS = 4
+SHORT = dg.Sampling(max_new_tokens=C + 4, seed=1)
+ENDLESS = dg.Sampling(max_new_tokens=150, max_denoising_steps=10_000, confidence_threshold=None, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(tokenizer=small_tokenizer(), max_model_len=200)
+
+
+@pytest.fixture
+def engine(model):
+    with dg.Engine(model, slots=SLOTS) as engine:
+        yield engine
+
+
+def alone(model, prompt, sampling=SHORT):
+    return model.generate([prompt], sampling, slots=SLOTS)[0]
+
+
+def test_many_threads_get_what_they_would_get_alone(model, engine):
+    found: dict[int, dg.Completion] = {}
+
+    def ask(index: int) -> None:
+        for turn in range(3):
+            number = 3 * index + turn
+            found[number] = engine.submit([5 + number, 6], replace(SHORT, seed=number)).result(300)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: alone(model, [5 + n, 6], replace(SHORT, seed=n)) for n in range(18)}
+
+
+def test_events_in_order_and_again(engine):
+    handle = engine.submit([5, 6], SHORT, drafts=1)
+    events = list(handle)
+    assert [type(event) for event in events[-2:]] == [dg.Canvas, dg.Finished]
+    assert events[-1].completion == handle.result()
+    assert sum(isinstance(event, dg.Draft) for event in events) == sum(handle.result().steps)
+    assert list(handle) == events
+    assert handle.done
+
+
+def test_event_loops_wait_without_blocking(model, engine):
+    async def main():
+        handles = [engine.submit([5, 6], replace(SHORT, seed=seed), drafts=2) for seed in range(3)]
+        completions = await asyncio.gather(*(wait(handle) for handle in handles))
+        return completions, [event async for event in handles[0]]
+
+    async def wait(handle):
+        return await handle
+
+    completions, events = asyncio.run(main())
+    assert completions == [alone(model, [5, 6], replace(SHORT, seed=seed)) for seed in range(3)]
+    assert events[-1].completion == completions[0]
+
+
+def test_cancelling_frees_the_slot(model, engine):
+    endless = [engine.submit([5, 6], ENDLESS, drafts=1) for _ in range(SLOTS)]
+    waiting = engine.submit([7], SHORT)
+    assert isinstance(next(iter(endless[0])), dg.Draft)
+    endless[0].cancel()
+    assert endless[0].result(60).finish_reason == "cancelled"
+    assert waiting.result(60) == alone(model, [7])
+    for handle in endless[1:]:
+        handle.cancel()
+    endless[0].cancel()  # twice, and after the end: nothing
+    with pytest.raises(TimeoutError, match="no answer within"):
+        engine.submit([5], ENDLESS).result(timeout=0.01)
+    engine.close(cancel=True)
+
+
+def test_a_request_that_fails_fails_alone(model, engine, monkeypatch):
+    expected = alone(model, [7])
+    decode = type(model.tokenizer).decode
+
+    def broken(self, ids, *args, **kwargs):
+        if len(ids) > C:
+            raise LookupError("no such word")
+        return decode(self, ids, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.tokenizer), "decode", broken)
+        doomed = engine.submit([5, 6], replace(SHORT, stop=["never"]), drafts=1)
+        fine = engine.submit([7], replace(SHORT, max_new_tokens=C))
+        assert fine.result(60).tokens == expected.tokens[:C]
+        with pytest.raises(LookupError, match="no such word"):
+            doomed.result(60)
+        with pytest.raises(LookupError):
+            list(doomed)
+    assert engine.submit([7], SHORT).result(60) == expected
+
+
+def test_bad_requests_are_refused_at_once(engine):
+    with pytest.raises(ValueError, match="is empty"):
+        engine.submit("")
+    with pytest.raises(ValueError, match="tools and thinking go with"):
+        engine.submit("w5", thinking=True)
+
+
+def test_a_worker_that_dies_tells_everybody(model, monkeypatch):
+    engine = dg.Engine(model, slots=SLOTS)
+    first = engine.submit([5, 6], ENDLESS, drafts=1)
+    next(iter(first))
+
+    def dead(self):
+        raise MemoryError("device")
+
+    monkeypatch.setattr(Scheduler, "advance", dead)
+    with pytest.raises(RuntimeError, match=r"engine has failed \(MemoryError"):
+        first.result(60)
+    with pytest.raises(RuntimeError, match="make a new one"):
+        engine.submit([5], SHORT)
+    engine.close()
+
+
+def test_closing_drains_or_cancels(model):
+    engine = dg.Engine(model, slots=SLOTS)
+    handles = [engine.submit([5 + i], SHORT) for i in range(6)]
+    engine.close()
+    assert [handle.result(0) for handle in handles] == [alone(model, [5 + i]) for i in range(6)]
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit([5], SHORT)
+    engine.close()
+    with pytest.raises(KeyError), dg.Engine(model, slots=SLOTS) as engine:
+        endless = engine.submit([5], ENDLESS)
+        raise KeyError
+    assert endless.result(0).finish_reason == "cancelled"
+
+
+def test_an_interrupted_wait_cancels(engine, monkeypatch):
+    handle = engine.submit([5, 6], ENDLESS, drafts=1)
+    next(iter(handle))
+
+    class Interrupted(threading.Condition):
+        def wait_for(self, *_):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(handle, "_changed", Interrupted())
+        handle.result()
+    assert handle.result(60).finish_reason == "cancelled"

@@ -39,9 +39,9 @@ TILES = {
 
 
 def tile_for(pairs: int, experts: int, itemsize: int) -> Tile:
-    """The tile whose rows are next to an expert's average share; for 4-byte numbers it sums over half as many terms."""
-    share = pairs / experts
-    tile = next((tile for rows, tile in TILES.items() if share <= rows), TILES[max(TILES)])
+    """The tile whose rows are next to an expert's average share; 4-byte numbers have no room for as many of them."""
+    tiles = [tile for tile in TILES.values() if itemsize <= 2 or tile.rows <= 64]
+    tile = next((tile for tile in tiles if pairs <= experts * tile.rows), tiles[-1])
     return tile if itemsize <= 2 else replace(tile, inner=tile.inner // 2)
 
 

@@ -14,7 +14,7 @@ from dgemma_jax.checkpoint import Opened, dtype_name, open_directory, read_check
 from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.programs import Programs
-from dgemma_jax.engine.request import Request
+from dgemma_jax.engine.request import Request, Turn
 from dgemma_jax.engine.scheduler import Event, Failed, Job, Scheduler
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
 from dgemma_jax.infilling import infill_canvas
@@ -128,7 +128,7 @@ class Model:
 
         prompt: text, token ids, or the messages of a conversation.
         """
-        request = self.request(self.as_prompt(prompt), sampling, seed)
+        request = self.request(prompt, sampling, seed)
         return (event for _, event in self.serve([(None, request)], 1, policy, drafts=1))
 
     def chat(
@@ -146,7 +146,7 @@ class Model:
         Append `answer.as_message()`, then the tools' results, and call again. Control tokens typed in a message stay
         ordinary text.
         """
-        request = self.request(self.chat_prompt(messages, tools, thinking), sampling, seed)
+        request = self.request(messages, sampling, seed, tools, thinking)
         events = self.serve([(None, request)], 1, policy)
         completion = next(event.completion for _, event in events if isinstance(event, Finished))
         return self.message(completion, messages, tools, thinking)
@@ -159,11 +159,10 @@ class Model:
         thinking: bool = False,
     ) -> ChatMessage:
         """A completion of a conversation's prompt taken apart into content, reasoning and tool calls."""
-        in_thought = opens_thought(render_chat(messages, tools, thinking))
-        response = parse_response(completion.raw_text, tools, in_thought)
+        response = parse_response(completion.raw_text, *_turn(messages, tools, thinking))
         called = response.tool_calls and completion.finish_reason == "stop"
         return ChatMessage(
-            content=response.content,
+            content=response.content.split(completion.stop)[0] if completion.stop else response.content,
             reasoning=response.reasoning,
             tool_calls=response.tool_calls,
             finish_reason="tool_calls" if called else completion.finish_reason,
@@ -195,19 +194,6 @@ class Model:
         own = {"canvas": canvas, "pinned": pinned, "suppress": (*self.defaults.suppress, *stops)}
         return self.generate([prompt], replace(sampling or Sampling(), **own), seed, policy)[0]
 
-    def as_prompt(
-        self,
-        prompt: Prompt | Sequence[Mapping],
-        tools: Sequence[Mapping] | None = None,
-        thinking: bool = False,
-    ) -> Prompt:
-        """The prompt itself, or the one that a conversation is rendered to."""
-        if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            return self.chat_prompt(prompt, tools, thinking)
-        if tools or thinking:
-            raise ValueError("tools and thinking go with the messages of a conversation, not with a plain prompt")
-        return prompt
-
     def chat_prompt(
         self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False
     ) -> list[int]:
@@ -221,12 +207,28 @@ class Model:
                     raise ValueError(f"messages[{index}] holds a part of type {part.get('type')!r}; only text is read")
         return encode_chat(messages, self.tokenizer, tools, thinking)
 
-    def request(self, prompt: Prompt, sampling: Sampling | None = None, seed: int | None = None) -> Request:
-        """One checked request, for `serve`. ValueError if it asks for several answers."""
+    def request(
+        self,
+        prompt: Prompt | Sequence[Mapping],
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        tools: Sequence[Mapping] | None = None,
+        thinking: bool = False,
+    ) -> Request:
+        """One checked request, for `serve`: text, token ids, or the messages of a conversation.
+
+        tools, thinking: for messages, see `chat`. ValueError for what cannot be answered, or for n > 1.
+        """
+        turn = None
+        if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            messages, prompt = prompt, self.chat_prompt(prompt, tools, thinking)
+            turn = _turn(messages, tools, thinking)
+        elif tools or thinking:
+            raise ValueError("tools and thinking go with the messages of a conversation, not with a plain prompt")
         request, *more = self._requests([prompt], sampling, seed)
         if more:
             raise ValueError(f"n is {1 + len(more)}; one answer is given here: use generate for several")
-        return request
+        return replace(request, turn=turn)
 
     def serve(
         self,
@@ -336,6 +338,10 @@ def _served(
             if isinstance(event, Failed):
                 raise event.error
             yield names.pop(job) if isinstance(event, Finished) else names[job], event
+
+
+def _turn(messages: Sequence[Mapping], tools: Sequence[Mapping] | None, thinking: bool) -> Turn:
+    return Turn(tools, opens_thought(render_chat(messages, tools, thinking)))
 
 
 def _list(value, name: str, expected: str) -> list:

@@ -13,6 +13,7 @@ from dgemma_jax.sampling import Sampling
 
 if TYPE_CHECKING:
     from dgemma_jax.api import Model
+    from dgemma_jax.engine.request import Request
 
 FIELDS = ("id", "prompt", "messages", "tools", "thinking", "sampling")
 Id = str | int
@@ -72,7 +73,7 @@ def answers(
     """
     failed: list[dict[str, Any]] = []
 
-    def requests() -> Iterator[tuple[Line, Any]]:
+    def requests() -> Iterator[tuple[Line, Request]]:
         seen = set(done)
         for number, text in enumerate(lines):
             if number % shard.of != shard.index or not text.strip():
@@ -146,12 +147,18 @@ def _line(id: Id, entry: dict[str, Any], sampling: Sampling) -> Line:
     return Line(id, "", Conversation(entry["messages"], entry.get("tools"), thinking), chosen)
 
 
-def _request(model: Model, line: Line, seed: int | None, raw: bool) -> Any:
+def _request(model: Model, line: Line, seed: int | None, raw: bool) -> Request:
     if line.conversation is not None:
-        return model.request(model.chat_prompt(*line.conversation), line.sampling, seed)
-    if raw:
-        return model.request(line.prompt, line.sampling, seed)
-    return model.request(model.chat_prompt([{"role": "user", "content": line.prompt}]), line.sampling, seed)
+        messages, tools, thinking = line.conversation
+        return model.request(_messages(messages), line.sampling, seed, tools, thinking)
+    prompt = line.prompt if raw else [{"role": "user", "content": line.prompt}]
+    return model.request(prompt, line.sampling, seed)
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"messages is {messages!r:.60}; expected a list of messages")
+    return messages
 
 
 def _result(model: Model, line: Line, completion: Completion) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Completion:
     finish_reason: "stop" for a stop id or string, "length" at max_new_tokens or the end of the context, "cancelled".
     steps: denoising steps of each canvas; tokens_per_step: len(tokens) / sum(steps).
     logprobs: log-probability (nats) of each token, None if not asked for. seed: repeats this answer.
-    prompt_tokens: length of the prompt.
+    prompt_tokens: length of the prompt. stop: the stop string that ended the answer, None if none did.
     """
 
     text: str
@@ -30,6 +30,7 @@ class Completion:
     logprobs: list[float] | None
     seed: int
     prompt_tokens: int
+    stop: str | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Canvas:
-    """A canvas is done after `steps` steps; `tokens` is what it adds to the answer, cut at a stop or at the length."""
+    """A canvas is done after `steps` steps; `tokens` is what it adds to the answer, cut at a stop or at the length.
+
+    Tokens that may begin a stop string are held back for the next Canvas.
+    """
 
     tokens: list[int]
     steps: int

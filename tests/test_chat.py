@@ -2,12 +2,14 @@
 
 import io
 import json
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 
 import dgemma_jax as dg
 from dgemma_jax import cli
+from dgemma_jax.engine.request import Answer
 from dgemma_jax.text import Tokenizer, encode_chat
 from dgemma_jax.tools import declaration, misfit
 from dgemma_jax.train import tokenizer as vocabulary
@@ -36,7 +38,7 @@ def add(a: int, b: int) -> int:
 
 def completion(raw_text, finish_reason="stop"):
     stop_id = 106 if finish_reason == "stop" else None
-    return dg.Completion(raw_text, raw_text, [5] * 7, finish_reason, stop_id, [4, 2], 7 / 6, None, 1)
+    return dg.Completion(raw_text, raw_text, [5] * 7, finish_reason, stop_id, [4, 2], 7 / 6, None, 1, 9, None)
 
 
 @pytest.fixture
@@ -44,15 +46,18 @@ def scripted(monkeypatch):
     """script(*answers) -> a Model that says them in turn and records the prompts it was given."""
 
     def script(*answers):
-        model = random_model(SMALL, tokenizer=Tokenizer(vocabulary.build()))
+        config = replace(SMALL, vocab_size=vocabulary.VOCAB_SIZE, max_position_embeddings=4096)
+        model = random_model(config, tokenizer=Tokenizer(vocabulary.build()))
         model.prompts, waiting = [], list(answers)
 
-        def generate(prompts, sampling=None, seed=None, policy=None):
-            model.prompts += prompts
-            answer = waiting.pop(0)
-            return [completion(answer) if isinstance(answer, str) else answer]
+        def serve(requests, slots=None, policy=None, drafts=None):
+            for name, request in requests:
+                model.prompts.append(list(request.ids))
+                answer = waiting.pop(0)
+                answer = completion(answer) if isinstance(answer, str) else answer
+                yield name, dg.Finished(replace(answer, prompt_tokens=len(request.ids)))
 
-        monkeypatch.setattr(model, "generate", generate)
+        monkeypatch.setattr(model, "serve", serve)
         return model
 
     return script
@@ -66,6 +71,21 @@ def test_a_turn_is_taken_apart(scripted):
     prompt = encode_chat(USER, model.tokenizer, [ADD], True)
     assert model.prompts == [prompt]
     assert answer.usage == dg.Usage(len(prompt), completion_tokens=8, canvases=2, denoising_steps=6)
+
+
+def test_a_stop_string_ends_the_content_and_no_thought_or_call(scripted):
+    """Found as canvases come; what was thought or passed to a function may hold it."""
+    model = scripted()
+    said = f"<|channel>thought\nEND it<channel|>Fine. {CALL.replace('2', 'END')}Now the END of it<turn|>"
+    request = model.request(USER, dg.Sampling(stop=["END", "never"]), tools=[ADD], thinking=True)
+    answer, ids = Answer(request, model.tokenizer), model.tokenizer.encode(said)
+    while answer.finish_reason is None:
+        answer.take(ids[:8], [0.0] * 8, 1)
+        ids = ids[8:]
+    found = answer.completion()
+    assert (found.finish_reason, found.stop, found.stop_id) == ("stop", "END", None)
+    assert model.message(found, USER, [ADD], True).content == "Fine. Now the "
+    assert model.message(found, USER, [ADD], True).reasoning == "END it"
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_help_imports_nothing_heavy(command):
 
 
 def completion(text: str) -> Completion:
-    return Completion(text, text, [5], "stop", 1, [2], 0.5, None, 9)
+    return Completion(text, text, [5], "stop", 1, [2], 0.5, None, 9, 4, None)
 
 
 class Scripted:

@@ -104,6 +104,20 @@ def test_a_stop_string_is_found_across_a_canvas_border_and_not_returned(model):
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
 
 
+def test_text_that_may_begin_a_stop_string_is_held_back(model):
+    whole = run(model, PROMPTS[0], max_new_tokens=3 * C)
+    words = [model.tokenizer.decode([id]) for id in whole.tokens]
+    across = " ".join(words[C - 2 : C + 1])
+    for stop, told in ((across, [C - 2, 0]), (across + "!", [C - 2, C + 2, C])):
+        sampling = dg.Sampling(max_new_tokens=3 * C, stop=[stop])
+        events = list(model.stream(PROMPTS[0], sampling, seed=1))
+        canvases = [event.tokens for event in events if isinstance(event, dg.Canvas)]
+        completion = events[-1].completion
+        assert list(map(len, canvases)) == told
+        assert [id for tokens in canvases for id in tokens] == completion.tokens
+        assert completion.stop == (across if stop == across else None)
+
+
 def test_the_context_ends_the_answer_and_its_last_canvas_has_full_width(model):
     prompt = [3] * 190
     answer = model.generate([prompt], seed=1, slots=4)[0]

@@ -56,7 +56,7 @@ class Engine:
         tools, thinking: for messages, see `Model.chat`. drafts: steps between two Draft events, None for none.
         ValueError for what cannot be answered; RuntimeError if the engine is closed or has failed.
         """
-        request = self.model.request(self.model.as_prompt(prompt, tools, thinking), sampling, seed)
+        request = self.model.request(prompt, sampling, seed, tools, thinking)
         handle = Handle(self._cancel)
 
         def submit() -> None:

@@ -1,19 +1,28 @@
 """One prompt on its way through the engine: what was asked for, and the answer as it grows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dgemma_jax.events import Canvas, Completion
 from dgemma_jax.sampling import Sampling
+from dgemma_jax.text.response import parse_response
 from dgemma_jax.text.tokenizer import Tokenizer
+
+
+class Turn(NamedTuple):
+    """What it takes to read a model's turn of a conversation. in_thought: its prompt ends inside an open thought."""
+
+    tools: Sequence[Mapping] | None
+    in_thought: bool
 
 
 @dataclass(frozen=True)
 class Request:
     """A checked prompt with nothing left open: ids, a Sampling without unset fields, its seed, and its token budget.
 
-    copy: which of the n answers to the prompt this one is.
+    copy: which of the n answers to the prompt this one is. turn: of a conversation, whose stop strings end the content
+    and not the thoughts or calls before it; None: they end the text as it comes.
     """
 
     ids: tuple[int, ...]
@@ -21,6 +30,7 @@ class Request:
     seed: int
     budget: int
     copy: int = 0
+    turn: Turn | None = None
 
 
 @dataclass
@@ -34,14 +44,18 @@ class Answer:
     steps: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "cancelled"] | None = None
     stop_id: int | None = None
+    stop: str | None = None
+    told: int = 0  # tokens that are sure to stay, and were told
     tail: str = ""  # text before a stop string that belongs to no whole token
 
     def take(self, canvas: Sequence[int], logprobs: Sequence[float], steps: int) -> Canvas:
-        """Add a finished canvas, up to the first stop id, stop string or the budget, whichever comes first."""
-        before = len(self.tokens)
+        """Add a finished canvas, up to the first stop id, stop string or the budget, whichever comes first.
+
+        Tells the tokens that are new, but for those at the end that may turn out to begin a stop string.
+        """
         self.steps.append(steps)
         stops = self.request.sampling.stop_token_ids
-        room = self.request.budget - before
+        room = self.request.budget - len(self.tokens)
         end = next((i for i, id in enumerate(canvas[:room]) if id in stops), None)
         if end is not None:
             self.finish_reason, self.stop_id = "stop", canvas[end]
@@ -50,23 +64,39 @@ class Answer:
         kept = room if end is None else end
         self.tokens += canvas[:kept]
         self.logprobs += logprobs[:kept]
-        self._cut_at_stop_string()
-        return Canvas(tokens=self.tokens[before:], steps=steps)
+        sure = self._look_for_stop_strings()
+        new, self.told = self.tokens[self.told : sure], sure
+        return Canvas(tokens=new, steps=steps)
 
-    def _cut_at_stop_string(self) -> None:
-        """End the answer where the first stop string begins; the tokens end with the last one wholly before it."""
+    def _look_for_stop_strings(self) -> int:
+        """Ends the answer at the first stop string; returns how many tokens are sure to stay."""
         strings = self.request.sampling.stop
         if not strings:
-            return
-        raw = self.tokenizer.decode(self.tokens)
-        hits = [at for at in map(raw.find, strings) if at >= 0]
-        if not hits:
-            return
+            return len(self.tokens)
+        raw, turn = self.tokenizer.decode(self.tokens), self.request.turn
+        searched = raw if turn is None else parse_response(raw, *turn).content
+        hits = [(at, string) for string in strings if (at := searched.find(string)) >= 0]
+        if hits:
+            at, self.stop = min(hits)
+            self.finish_reason, self.stop_id = "stop", None
+            if turn is None:
+                self._cut(raw, at)
+        elif self.finish_reason is None and turn is None:
+            begun = max(n for s in strings for n in range(len(s)) if raw.endswith(s[:n]))
+            return self._wholly_before(raw, len(raw) - begun)
+        return len(self.tokens)
+
+    def _cut(self, raw: str, at: int) -> None:
+        kept = self._wholly_before(raw, at)
+        self.tokens, self.logprobs = self.tokens[:kept], self.logprobs[:kept]
+        self.tail = raw[len(self.tokenizer.decode(self.tokens)) : at]
+
+    def _wholly_before(self, raw: str, at: int) -> int:
+        """How many of the tokens make text that ends at or before place `at` of the whole text."""
         kept = len(self.tokens)
-        while len(text := self.tokenizer.decode(self.tokens[:kept])) > min(hits) or not raw.startswith(text):
+        while len(text := self.tokenizer.decode(self.tokens[:kept])) > at or not raw.startswith(text):
             kept -= 1
-        self.tokens, self.logprobs, self.tail = self.tokens[:kept], self.logprobs[:kept], raw[len(text) : min(hits)]
-        self.finish_reason, self.stop_id = "stop", None
+        return kept
 
     def completion(self) -> Completion:
         """The finished answer."""
@@ -82,6 +112,7 @@ class Answer:
             logprobs=list(self.logprobs) if self.request.sampling.logprobs else None,
             seed=self.request.seed,
             prompt_tokens=len(self.request.ids),
+            stop=self.stop,
         )
 
     def _texts(self) -> tuple[str, str]:

@@ -1,0 +1,78 @@
+"""The 26B model's programs compiled for the CPU over abstract fp32 weights: what must not be in memory is not.
+
+XLA's CPU compiler casts bf16 weights whole, so fp32 stands for them; `make gpu-aot` does the same in bf16 for GPUs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from tests.full_size import Hlo, Programs, large_moves
+
+PROGRAMS = Programs("float32")
+FAST = {"xla_backend_optimization_level": 0}  # of the machine code; what the program does with memory is the same
+
+
+def compiled(program: tuple) -> tuple[Hlo, Any]:
+    function, arguments = program
+    done = function.lower(*arguments).compile(compiler_options=FAST)
+    return Hlo(done.as_text()), done.memory_analysis()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def abstract_arrays():
+    """Annotations speak of arrays, and what stands for them here is none."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Hlo:
+    return compiled(PROGRAMS.loop())[0]
+
+
+@pytest.mark.slow
+def test_the_loop_makes_no_array_of_canvas_times_vocabulary(loop):
+    C, V = PROGRAMS.config.canvas_length, PROGRAMS.config.vocab_size
+    largest = max(loop.kernels(), key=lambda one: one.elements)
+    assert largest.elements < C * V, largest
+
+
+@pytest.mark.slow
+def test_the_loop_copies_neither_weights_nor_cache(loop):
+    assert sum(1 for _ in loop.kernels(inside_loops=True)) > 30 * 10
+    assert large_moves(loop, (PROGRAMS.model[1], PROGRAMS.cache), inside_loops=True) == []
+
+
+@pytest.mark.slow
+def test_encoding_a_chunk_works_in_the_donated_cache():
+    _, memory = compiled(PROGRAMS.encode())
+    assert memory.alias_size_in_bytes == sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(PROGRAMS.cache)
+    )
+
+
+def test_a_copy_of_a_weight_inside_a_loop_is_found():
+    text = """HloModule wrong
+%fused (p: f32[1024,2048]) -> f32[2048,1024] {
+  %p = f32[1024,2048]{1,0} parameter(0)
+  ROOT %t = f32[2048,1024]{1,0} transpose(%p), dimensions={1,0}
+}
+%body (arg: (s32[], f32[1024,2048])) -> (s32[], f32[1024,2048]) {
+  %w = f32[1024,2048]{1,0} get-tuple-element(%arg), index=1
+  %moved = f32[2048,1024]{1,0} fusion(%w), kind=kLoop, calls=%fused
+  %half = f32[512,2048]{1,0} slice(%w), slice={[0:512], [0:2048]}
+}
+ENTRY %main (p: f32[1024,2048]) -> f32[1024,2048] {
+  %copied = f32[1024,2048]{0,1} copy(%p)
+  %loop = (s32[], f32[1024,2048]{1,0}) while(%t), condition=%always, body=%body
+}
+"""
+    hlo, weights = Hlo(text), [jax.ShapeDtypeStruct((1024, 2048), jnp.float32)]
+    assert [one.operation for one in large_moves(hlo, weights, inside_loops=True)] == ["fusion"]
+    assert [one.operation for one in large_moves(hlo, weights, inside_loops=False)] == ["fusion", "copy"]
+    assert large_moves(hlo, [jax.ShapeDtypeStruct((1024, 1536), jnp.float32)], inside_loops=False) == []

@@ -171,6 +171,7 @@ class Model:
                 completion_tokens=len(completion.tokens) + (completion.stop_id is not None),
                 canvases=len(completion.steps),
                 denoising_steps=sum(completion.steps),
+                cached_tokens=completion.cached_tokens,
             ),
         )
 

@@ -90,3 +90,13 @@ def grow(config: Config, cache: KVCache, capacity: int) -> KVCache:
         k=tuple(resize(b, kind) for b, kind in zip(cache.k, kinds, strict=True)),
         v=tuple(resize(b, kind) for b, kind in zip(cache.v, kinds, strict=True)),
     )
+
+
+def cut(config: Config, cache: KVCache, capacity: int) -> KVCache:
+    """The first `capacity` positions of a cache; rings stay whole. The inverse of `grow`."""
+
+    def part(buffers: tuple[Array, ...]) -> tuple[Array, ...]:
+        kinds = [layer.kind for layer in config.layers]
+        return tuple(b[:, :capacity] if kind == "full" else b for b, kind in zip(buffers, kinds, strict=True))
+
+    return replace(cache, k=part(cache.k), v=part(cache.v))

@@ -17,7 +17,8 @@ class Completion:
     finish_reason: "stop" for a stop id or string, "length" at max_new_tokens or the end of the context, "cancelled".
     steps: denoising steps of each canvas; tokens_per_step: len(tokens) / sum(steps).
     logprobs: log-probability (nats) of each token, None if not asked for. seed: repeats this answer.
-    prompt_tokens: length of the prompt. stop: the stop string that ended the answer, None if none did.
+    prompt_tokens: length of the prompt; cached_tokens: how many of them were encoded by an earlier request.
+    stop: the stop string that ended the answer, None if none did.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Completion:
     seed: int
     prompt_tokens: int
     stop: str | None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,16 @@ class Finished:
 
 @dataclass(frozen=True)
 class Usage:
-    """What an answer took: tokens of the prompt, tokens generated (the stop id counts), canvases, denoising steps."""
+    """What an answer took: tokens of the prompt, tokens generated (the stop id counts), canvases, denoising steps.
+
+    cached_tokens: those of the prompt that an earlier request had encoded.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     canvases: int
     denoising_steps: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dgemma_jax.config import is_int
 from dgemma_jax.engine.handle import Handle
+from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.scheduler import Event, Failed, Job
 from dgemma_jax.events import Finished
 
@@ -25,12 +27,25 @@ if TYPE_CHECKING:
 class Engine:
     """Serves requests from any number of threads and event loops; a context manager.
 
-    slots: rows denoised together, see `Model.generate`; None is 8. policy: of all requests.
+    slots: rows denoised together, see `Model.generate`; None is 8. policy: of all requests. prefix_cache_bytes: device
+    memory for encoded prompts, so that a conversation's next turn need not encode the earlier ones again; None is a
+    tenth of the slots' cache, 0 is none.
     """
 
-    def __init__(self, model: Model, slots: int | None = None, policy: Policy | None = None):
+    def __init__(
+        self,
+        model: Model,
+        slots: int | None = None,
+        policy: Policy | None = None,
+        *,
+        prefix_cache_bytes: int | None = None,
+    ):
+        if prefix_cache_bytes is not None and not is_int(prefix_cache_bytes):
+            raise ValueError(f"prefix_cache_bytes is {prefix_cache_bytes!r}; expected bytes, 0 for none, or None")
         self.model = model
         self._scheduler = model.scheduler(slots, policy)
+        tenth = self._scheduler.largest_cache // 10
+        self._scheduler.prefixes = PrefixCache(tenth if prefix_cache_bytes is None else prefix_cache_bytes)
         self._handles: dict[Job, Handle] = {}
         self._open: set[Handle] = set()  # not yet ended
         self._wanted: list[Callable[[], None]] = []  # what callers ask for, done by the worker

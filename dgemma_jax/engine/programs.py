@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Int32
 
-from dgemma_jax.cache import KVCache, grow
+from dgemma_jax.cache import KVCache, cut, grow
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.slots import Slots, admit, advance, idle
@@ -19,7 +19,7 @@ from dgemma_jax.shapes import Array, Canvas, RowKeys, RowMask, Tokens
 
 
 class Programs:
-    """Prefill, admit, advance and grow. What a program returns anew is donated to it: the cache, the slots.
+    """Prefill, admit, advance, take, put and grow. What a program returns anew is donated to it: the cache, the slots.
 
     Each is compiled once per number of slots and cache capacity, prefill also per chunk bucket, advance per Policy.
     """
@@ -29,6 +29,8 @@ class Programs:
         self._admit = jax.jit(partial(_admit, config), donate_argnums=0)
         self._advance = jax.jit(partial(_advance, graph, config), static_argnums=0, donate_argnums=(2, 3))
         self._grow = jax.jit(partial(grow, config), static_argnums=1)
+        self._take = jax.jit(partial(_take_cut, config), static_argnums=2)
+        self._put = jax.jit(_put, donate_argnums=0)
         self._idle = jax.jit(partial(idle, config), static_argnums=2)
 
     def idle(self, keys: RowKeys, knobs: Knobs, dtype: str) -> Slots:
@@ -73,6 +75,14 @@ class Programs:
         """At most `allowance` passes, fewer once a slot is ready. active, committing: what the slots are to do."""
         return self._advance(policy, params, cache, slots, active, committing, allowance)
 
+    def take(self, cache: KVCache, slot: np.int32, capacity: int) -> KVCache:
+        """A copy of row `slot`, of which only the first `capacity` positions count."""
+        return self._take(cache, slot, capacity)
+
+    def put(self, cache: KVCache, row: KVCache, slot: np.int32) -> KVCache:
+        """The cache with `row` in row `slot`."""
+        return self._put(cache, row, slot)
+
     def grow(self, cache: KVCache, capacity: int) -> KVCache:
         """The same cache with room for `capacity` positions."""
         return self._grow(cache, capacity)
@@ -87,8 +97,19 @@ def _prefill(
     start: Int32[Array, ""],
     count: Int32[Array, ""],
 ) -> KVCache:
-    row = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, slot, 1), cache)
-    row, _ = encode(graph, params, tokens, count[None], replace(row, lengths=start[None]))
+    row, _ = encode(graph, params, tokens, count[None], replace(_take(cache, slot), lengths=start[None]))
+    return _put(cache, row, slot)
+
+
+def _take(cache: KVCache, slot: Int32[Array, ""]) -> KVCache:
+    return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, slot, 1), cache)
+
+
+def _take_cut(config: Config, cache: KVCache, slot: Int32[Array, ""], capacity: int) -> KVCache:
+    return cut(config, _take(cache, slot), capacity)
+
+
+def _put(cache: KVCache, row: KVCache, slot: Int32[Array, ""]) -> KVCache:
     return jax.tree.map(lambda array, new: jax.lax.dynamic_update_slice_in_dim(array, new, slot, 0), cache, row)
 
 

@@ -45,6 +45,7 @@ class Answer:
     finish_reason: Literal["stop", "length", "cancelled"] | None = None
     stop_id: int | None = None
     stop: str | None = None
+    cached_tokens: int = 0  # of the prompt, that were not encoded again
     told: int = 0  # tokens that are sure to stay, and were told
     tail: str = ""  # text before a stop string that belongs to no whole token
 
@@ -113,6 +114,7 @@ class Answer:
             seed=self.request.seed,
             prompt_tokens=len(self.request.ids),
             stop=self.stop,
+            cached_tokens=self.cached_tokens,
         )
 
     def _texts(self) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from dgemma_jax.cache import init_cache
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import key_from_seed
+from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Answer, Request
 from dgemma_jax.events import Canvas, Draft, Finished
@@ -55,6 +56,8 @@ class Job:
 class Scheduler:
     """Answers requests with a fixed number of slots; the cache lives as long as the scheduler.
 
+    prefixes: encoded prompts of earlier requests; at first without room for any.
+
     `submit` and `cancel` only note what is wanted; `advance` does it. One thread may call these.
     """
 
@@ -74,12 +77,21 @@ class Scheduler:
         self.waiting: deque[Job] = deque()
         self.jobs: list[Job | None] = [None] * slots
         capacity = self._bucket(config.sliding_window + 4 * config.canvas_length)
-        one = jax.eval_shape(lambda: jax.tree.leaves(init_cache(config, 1, capacity, self.dtype)))
-        need = slots * sum(leaf.size * leaf.dtype.itemsize for leaf in one)
+        need = self._cache_bytes(capacity)
         if need > free_bytes():
             raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free")
         self.cache = init_cache(config, slots, capacity, self.dtype)
+        self.prefixes = PrefixCache(0)
         self.slots = programs.idle(jnp.stack([key_from_seed(0)] * slots), Knobs.of([BUILT_IN] * slots), self.dtype)
+
+    @property
+    def largest_cache(self) -> int:
+        """Bytes that the slots' cache takes when all of them are full."""
+        return self._cache_bytes(self.max_model_len)
+
+    def _cache_bytes(self, capacity: int) -> int:
+        one = jax.eval_shape(lambda: jax.tree.leaves(init_cache(self.config, 1, capacity, self.dtype)))
+        return len(self.jobs) * sum(leaf.size * leaf.dtype.itemsize for leaf in one)
 
     @property
     def busy(self) -> bool:
@@ -132,6 +144,8 @@ class Scheduler:
         if not pending:
             return False
         job = pending[0]
+        if not job.encoded:
+            self._restore(job)
         chunk = np.asarray(job.request.ids[job.encoded : job.encoded + LARGEST_CHUNK], np.int32)
         self._make_room(job.encoded + len(chunk))
         tokens = np.zeros((1, chunk_bucket(len(chunk))), np.int32)
@@ -140,8 +154,25 @@ class Scheduler:
         self.cache = self.programs.prefill(self.params, self.cache, tokens, *where)
         job.encoded += len(chunk)
         if job.encoded == len(job.request.ids):
+            self._keep(job)
             self._begin(job)
         return len(pending) > 1 or not job.at_work
+
+    def _restore(self, job: Job) -> None:
+        """Begin with the longest prefix of the prompt that was encoded before."""
+        found = self.prefixes.find(job.request.ids)
+        if found is None:
+            return
+        self._make_room(found.row.capacity)
+        row = self.programs.grow(found.row, self.cache.capacity)
+        self.cache = self.programs.put(self.cache, row, np.int32(job.slot))
+        job.encoded = job.answer.cached_tokens = found.length
+
+    def _keep(self, job: Job) -> None:
+        """Keep the encoded prompt for requests that go on from there."""
+        if self.prefixes.capacity and not self.prefixes.holds(job.request.ids):
+            row = self.programs.take(self.cache, np.int32(job.slot), self._bucket(job.encoded))
+            self.prefixes.add(job.request.ids, row)
 
     def _begin(self, job: Job) -> None:
         """Hand the request over to the device; its first canvas starts with the next pass."""

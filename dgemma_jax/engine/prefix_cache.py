@@ -1,0 +1,74 @@
+"""Encoded prompts kept for later requests that begin with the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from dgemma_jax.cache import KVCache
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The cache of a row right behind `length` tokens. A ring holds the keys before that place and no other."""
+
+    length: int
+    row: KVCache
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the device."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.row))
+
+
+class PrefixCache:
+    """Snapshots by the tokens before them, at most `capacity` bytes; the least recently used go first.
+
+    A prompt finds a snapshot only at the exact place where it was taken, because the rings of sliding layers keep
+    nothing older. hits: lookups that found one.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.hits = 0
+        self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all snapshots."""
+        return sum(snapshot.nbytes for snapshot in self._snapshots.values())
+
+    def find(self, ids: tuple[int, ...]) -> Snapshot | None:
+        """The longest snapshot that lies strictly inside a prompt: its last token must still be encoded."""
+        lengths = {snapshot.length for snapshot in self._snapshots.values() if snapshot.length < len(ids)}
+        for length in sorted(lengths, reverse=True):
+            key = _key(ids[:length])
+            if key in self._snapshots:
+                self._snapshots.move_to_end(key)
+                self.hits += 1
+                return self._snapshots[key]
+        return None
+
+    def holds(self, ids: tuple[int, ...]) -> bool:
+        """Whether there is a snapshot right behind these tokens."""
+        return _key(ids) in self._snapshots
+
+    def add(self, ids: tuple[int, ...], row: KVCache) -> None:
+        """Keep the cache of a row that holds exactly `ids`, unless it alone is larger than the capacity."""
+        snapshot = Snapshot(len(ids), row)
+        if snapshot.nbytes > self.capacity:
+            return
+        while self._snapshots and self.nbytes + snapshot.nbytes > self.capacity:
+            self._snapshots.popitem(last=False)
+        self._snapshots[_key(ids)] = snapshot
+
+
+def _key(ids: tuple[int, ...]) -> bytes:
+    return hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()

@@ -1,0 +1,80 @@
+"""Encoded prompts that serve again: the same answers, bounded memory."""
+
+from dataclasses import replace
+
+import pytest
+
+import dgemma_jax as dg
+from tests.random_models import SMALL, random_model
+
+C, SLOTS = SMALL.canvas_length, 2
+SAMPLING = dg.Sampling(max_new_tokens=C + 3, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(max_model_len=200)
+
+
+def answer(engine, prompt, **chosen) -> dg.Completion:
+    return engine.submit(prompt, replace(SAMPLING, **chosen)).result(300)
+
+
+def cold(model, prompt, **chosen) -> dg.Completion:
+    return model.generate([prompt], replace(SAMPLING, **chosen), slots=SLOTS)[0]
+
+
+@pytest.mark.parametrize("first", [1, 7, 8, 9, 30, 70])
+def test_a_second_turn_equals_a_fresh_one(model, first):
+    """Prompts around the window of 8 and beyond it, in full buffers and rings."""
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=10**6) as engine:
+        opening = [3 + i % 90 for i in range(first)]
+        once = answer(engine, opening)
+        assert once == cold(model, opening)
+        longer = [*opening, *once.tokens, 5, 6]
+        again = answer(engine, longer, seed=2)
+        assert again.cached_tokens == first
+        assert replace(again, cached_tokens=0) == cold(model, longer, seed=2)
+        assert replace(answer(engine, longer, seed=2), cached_tokens=0) == cold(model, longer, seed=2)
+
+
+def test_the_longest_prefix_is_taken_and_another_text_never(model):
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=10**6) as engine:
+        for length in (10, 20, 30):
+            answer(engine, list(range(length)))
+        assert answer(engine, list(range(25))).cached_tokens == 20
+        assert answer(engine, list(range(40))).cached_tokens == 30
+        other = [*range(29), 77, 78, 79]
+        found = answer(engine, other)
+        assert found.cached_tokens == 25
+        assert replace(found, cached_tokens=0) == cold(model, other)
+
+
+def test_memory_is_bounded_and_the_oldest_go_first(model):
+    with dg.Engine(model, slots=SLOTS) as engine:
+        answer(engine, [1, 2, 3])
+        one = engine._scheduler.prefixes.nbytes
+    assert one > 0
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=3 * one) as engine:
+        prefixes = engine._scheduler.prefixes
+        for index in range(5):
+            answer(engine, [index, 2, 3])
+            assert prefixes.nbytes <= 3 * one
+        assert len(prefixes) == 3
+        assert answer(engine, [2, 2, 3, 4]).cached_tokens == 3
+        assert answer(engine, [1, 2, 3, 4]).cached_tokens == 0
+    for room in (0, one - 1):
+        with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=room) as engine:
+            answer(engine, [1, 2, 3])
+            assert answer(engine, [1, 2, 3, 4]).cached_tokens == 0
+    with pytest.raises(ValueError, match="prefix_cache_bytes is -1"):
+        dg.Engine(model, prefix_cache_bytes=-1)
+
+
+def test_a_snapshot_fits_a_cache_that_has_grown(model):
+    with dg.Engine(model, slots=SLOTS) as engine:
+        answer(engine, [1, 2, 3])
+        answer(engine, [9] * 150)
+        found = answer(engine, [1, 2, 3, 4, 5])
+        assert found.cached_tokens == 3
+        assert replace(found, cached_tokens=0) == cold(model, [1, 2, 3, 4, 5])

@@ -68,6 +68,7 @@ def experts(
         result = jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, result, index * block, axis=0)
 
-    slots = jnp.zeros((where.pairs.shape[0], D), jnp.float32)
+    # What no pair fills is never read. Zeros would be one constant for all layers, which each had to copy first.
+    slots = jnp.broadcast_to(x[:1].astype(jnp.float32), (where.pairs.shape[0], D))
     slots = jax.lax.fori_loop(0, where.used, visit, slots)
     return jnp.einsum("ra,rad->rd", weights, slots[where.slots]).astype(x.dtype)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 
@@ -66,15 +67,17 @@ def test_machine_code_fits_without_spills(kernel, case, gpu):
 
 
 def test_triton_counts_elements_in_64_bits():
-    """Every offset to an array, also where the shapes would let Triton take 32 bits."""
+    """What may exceed 2**31: the offsets of keys and values, and those of the rows of everything else."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    source, _ = offline.triton_source(SLIDING)
+    source, launch = offline.triton_source(SLIDING)
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}).asm["ttir"]
-    offsets = re.findall(r"tt\.addptr .*, (?:tensor<[\dx]+x)?(i\d+)>?(?: |$)", text, re.MULTILINE)
-    assert len(offsets) >= 10
-    assert set(offsets) == {"i64"}
+    offsets = Counter(re.findall(r"tt\.addptr .*, (?:tensor<)?([\dx]*i\d\d)", text))
+    keys, queries = f"{launch.tile.keys}x{launch.width}x", f"{launch.tile.queries}x1x"
+    assert (offsets[keys + "i64"], offsets[keys + "i32"]) == (4, 0)
+    assert (offsets[queries + "i64"], offsets[queries + "i32"]) == (2, 0)
+    assert (offsets["i64"], offsets["i32"]) == (4, 0)  # the row's length and ranges
 
 
 @with_cuda_wheels

@@ -37,10 +37,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class Draft:
-    """The best guess at the whole canvas after denoising step `step`, counted from 1 in each canvas."""
+    """The best guess at the whole canvas after denoising step `step`, counted from 1 in each canvas.
+
+    accepted: positions whose proposal this step kept; the others were drawn anew. entropy: mean of the canvas, in nats.
+    """
 
     tokens: list[int]
     step: int
+    accepted: list[bool]
+    entropy: float
 
 
 @dataclass(frozen=True)

@@ -227,15 +227,19 @@ def test_an_interrupted_process_leaves_with_130():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def draft(tokens: list[int], step: int) -> Draft:
+    return Draft(tokens, step, [True] * len(tokens), 0.5)
+
+
 def test_the_screen_sets_off_what_the_step_changed(directory):
     screen = cli_watch.Screen(Tokenizer.from_file(directory / "tokenizer.json"))
-    assert screen.draw(Draft([5, 6, 1], step=1)).plain == "canvas 1, step 1\nw5 w6"
-    second = screen.draw(Draft([5, 7, 1], step=2))
+    assert screen.draw(draft([5, 6, 1], step=1)).plain == "canvas 1, step 1\nw5 w6"
+    second = screen.draw(draft([5, 7, 1], step=2))
     assert second.plain == "canvas 1, step 2\nw5 w7"
     styles = {second.plain[span.start : span.end].strip(): span.style for span in second.spans}
     assert "cyan" in styles["w5"] and "magenta" in styles["w7"]
     assert screen.draw(Canvas([5, 7], steps=2)).plain == "canvas 1 done after 2 steps\nw5 w7"
-    assert screen.draw(Draft([8], step=1)).plain == "canvas 2, step 1\nw5 w7 w8"
+    assert screen.draw(draft([8], step=1)).plain == "canvas 2, step 1\nw5 w7 w8"
 
 
 def test_watching_ends_in_the_same_answer(loaded, capsys, monkeypatch):

@@ -202,6 +202,9 @@ def test_a_stream_tells_every_step(model):
     canvases = [event for event in events if isinstance(event, dg.Canvas)]
     assert [id for canvas in canvases for id in canvas.tokens] == finished.tokens
     assert [event.step for event in events[:3]] == [1, 2, 3]
+    for draft in events[:3]:
+        assert 0 < sum(draft.accepted) <= len(draft.accepted) == C
+        assert 0 < draft.entropy <= np.log(SMALL.vocab_size)
     assert events[2].tokens == canvases[0].tokens
 
 

@@ -69,16 +69,17 @@ def advance(
 ) -> tuple[KVCache, Slots]:
     """Passes until a slot is ready, nothing is left to do, or `allowance` is used up."""
 
-    def unfinished(carry: tuple[KVCache, Slots, Array]) -> Bool[Array, ""]:
-        _, slots, allowance = carry
-        return jnp.any(slots.active) & ~jnp.any(slots.ready) & (allowance > 0)
-
     def body(carry: tuple[KVCache, Slots, Array]) -> tuple[KVCache, Slots, Array]:
         cache, slots, allowance = carry
         return *one_pass(graph, config, policy, params, cache, slots), allowance - 1
 
-    cache, slots, _ = jax.lax.while_loop(unfinished, body, (cache, slots, allowance))
+    cache, slots, _ = jax.lax.while_loop(lambda carry: unfinished(*carry[1:]), body, (cache, slots, allowance))
     return cache, slots
+
+
+def unfinished(slots: Slots, allowance: Int32[Array, ""]) -> Bool[Array, ""]:
+    """Whether to make another pass: a slot has work, none waits for the host, and the allowance lasts."""
+    return jnp.any(slots.active) & ~jnp.any(slots.ready) & (allowance > 0)
 
 
 def one_pass(

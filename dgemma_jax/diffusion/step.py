@@ -13,7 +13,7 @@ from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import start_canvas, step_keys
 from dgemma_jax.functional import denoise
 from dgemma_jax.kernels.vocab_head import HeadStats
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, RowKeys, RowMask
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, PerRow, RowKeys, RowMask
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +23,8 @@ class CanvasState:
 
     canvas: the noisy input of the next pass. best: the argmax canvas, which is what gets committed (-1 before the first
     step). logprob: log-probability (nats) of each id of best in the step that found it. pinned: positions that keep
-    the id they have in canvas. soft: self-conditioning input, zero before the first step. streak: steps in a row that
+    the id they have in canvas. accepted: positions whose proposal went into canvas. entropy: mean over the positions
+    that are not pinned (nats). soft: self-conditioning input, zero before the first step. streak: steps in a row that
     left best unchanged. steps: passes made. running: neither stopped nor out of steps.
     """
 
@@ -31,6 +32,8 @@ class CanvasState:
     best: Canvas
     logprob: Float32[Array, "B C"]
     pinned: Bool[Array, "B C"]
+    accepted: Bool[Array, "B C"]
+    entropy: PerRow
     soft: CanvasHidden
     streak: Int32[Array, " B"]
     steps: Int32[Array, " B"]
@@ -46,6 +49,8 @@ def start(config: Config, keys: RowKeys, canvas_index: Lengths, active: RowMask,
         best=jnp.full((B, C), -1, jnp.int32),
         logprob=jnp.zeros((B, C), jnp.float32),
         pinned=jnp.zeros((B, C), bool),
+        accepted=jnp.zeros((B, C), bool),
+        entropy=jnp.zeros(B, jnp.float32),
         soft=jnp.zeros((B, C, config.hidden_size), dtype),
         streak=zeros,
         steps=zeros,
@@ -86,7 +91,8 @@ def update(
     """
     entropy = jnp.where(state.pinned, 0.0, stats.entropy)
     best = jnp.where(state.pinned, state.canvas, stats.argmax)
-    renoised = policy.renoise(now, stats.sample, policy.accept(entropy, knobs), vocab_size)
+    accepted = policy.accept(entropy, knobs)
+    renoised = policy.renoise(now, stats.sample, accepted, vocab_size)
     streak = jnp.where(jnp.all(best == state.best, axis=-1), state.streak + 1, 0)
     steps = state.steps + 1
     moved = CanvasState(
@@ -94,6 +100,8 @@ def update(
         best=best,
         logprob=jnp.where(state.pinned, 0.0, stats.logprob),
         pinned=state.pinned,
+        accepted=accepted,
+        entropy=jnp.sum(entropy, axis=-1) / jnp.maximum(jnp.sum(~state.pinned, axis=-1), 1),
         soft=stats.soft,
         streak=streak,
         steps=steps,

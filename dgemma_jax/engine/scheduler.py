@@ -200,12 +200,13 @@ class Scheduler:
     def _harvest(self) -> Iterator[tuple[Job, Event]]:
         """Tell what the passes brought: drafts, finished canvases, and answers that are complete."""
         state = self.slots.state
-        ready, best, logprob, steps = jax.device_get((self.slots.ready, state.best, state.logprob, state.steps))
+        told = (self.slots.ready, state.steps, state.best, state.logprob, state.accepted, state.entropy)
+        ready, steps, best, logprob, accepted, entropy = jax.device_get(told)
         for job in [job for job in self.jobs if job is not None and job.at_work]:
             slot, seen = job.slot, job.steps
             job.committing, job.steps = False, int(steps[slot])
             if job.drafts and job.steps != seen and job.steps % job.drafts == 0:
-                yield job, Draft(tokens=best[slot].tolist(), step=job.steps)
+                yield job, Draft(best[slot].tolist(), job.steps, accepted[slot].tolist(), float(entropy[slot]))
             if ready[slot]:
                 yield from self._take(job, best[slot].tolist(), logprob[slot].tolist())
 

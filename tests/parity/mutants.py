@@ -142,8 +142,7 @@ def commit_keeps_the_decoders_keys(subject):
         if tokens.shape[1] != self.config.canvas_length:
             return original(self, tokens, lengths, cache)
         x = self.self_conditioning(self.embedder(tokens), None)
-        hidden, k, v = self.run(x, cache, lengths, jnp.zeros(tokens.shape[0], bool), keep=True)
-        return replace(cache, k=k, v=v, lengths=cache.lengths + lengths), hidden
+        return self.run(x, cache, lengths, jnp.zeros(tokens.shape[0], bool), keep=lengths)
 
     subject.patch.setattr(Transformer, "encode", change)
 

@@ -13,6 +13,7 @@ import pytest
 import dgemma_jax as dg
 from dgemma_jax.diffusion import policy, random
 from dgemma_jax.diffusion import step as step_module
+from dgemma_jax.sampling import BUILT_IN
 
 from . import replay
 from .ours import rel
@@ -84,7 +85,7 @@ def denoise_canvas(monkeypatch, ours, cache, wrong: dict, conditioning=None):
     monkeypatch.setattr(step_module, "denoise", network)
     config, first = ours.config, jnp.zeros(ROWS, jnp.int32)
     keys = jnp.stack([random.key_from_seed(seed) for seed in seeds(FREE)])
-    knobs = policy.Knobs.of([dg.Sampling(temperature=None, **FREE.settings)] * ROWS)
+    knobs = policy.Knobs.of([dg.Sampling(**FREE.settings).merged(BUILT_IN)] * ROWS)
     state = step_module.start(config, keys, first, jnp.ones(ROWS, bool), config.dtype)
     suppress = jnp.zeros((ROWS, config.vocab_size), bool)
     while bool(state.running.any()):
@@ -115,7 +116,7 @@ def test_wrong_policy_is_noticed(pair_of, expected, monkeypatch, name):
 def test_schedule_equals_transformers(steps):
     """Every temperature of a canvas; a schedule that ends exactly at t_min is too close for tokens to tell."""
     made = jnp.arange(steps)
-    knobs = policy.Knobs.of([dg.Sampling(**FREE.settings | {"max_denoising_steps": steps}, temperature=None)] * steps)
+    knobs = policy.Knobs.of([dg.Sampling(**FREE.settings | {"max_denoising_steps": steps}).merged(BUILT_IN)] * steps)
     expected = replay.temperatures(FREE.settings["t_min"], FREE.settings["t_max"], steps)
     assert rel(policy.linear_schedule(made, knobs), expected) <= 1e-6
     for wrong in (rising_schedule, schedule_that_reaches_the_end):

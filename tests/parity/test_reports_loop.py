@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ import pytest
 import dgemma_jax as dg
 from dgemma_jax.diffusion import random
 from dgemma_jax.diffusion import step as step_module
-from dgemma_jax.diffusion.loop import Carry, unfinished
 from dgemma_jax.diffusion.policy import Knobs, Policy, stable_and_confident
+from dgemma_jax.diffusion.slots import idle, unfinished
 from dgemma_jax.kernels.vocab_head import HeadStats
+from dgemma_jax.sampling import BUILT_IN
 
 from . import checkpoints, stream
 
@@ -62,9 +64,11 @@ class Script:
         rows, length = self.canvases.shape[1:]
         keys = jnp.stack([stream.step_key(row, 0, 0) for row in range(rows)])
         zeros = jnp.zeros(rows, jnp.int32)
-        state = step_module.CanvasState(
-            canvas=jnp.zeros((rows, length), jnp.int32), best=jnp.full((rows, length), -1, jnp.int32),
-            soft=jnp.zeros((rows, length, 3)), streak=zeros, steps=zeros, running=jnp.ones(rows, bool),
+        start = step_module.start(self.ours.config, keys, zeros, jnp.ones(rows, bool), "float32")
+        flags, numbers = jnp.zeros((rows, length), bool), jnp.zeros((rows, length))
+        state = replace(
+            start, canvas=jnp.zeros((rows, length), jnp.int32), best=jnp.full((rows, length), -1, jnp.int32),
+            logprob=numbers, pinned=flags, accepted=flags, soft=jnp.zeros((rows, length, 3)),
         )  # fmt: skip
         states, suppress = [], jnp.zeros((rows, 1000), bool)
         for _ in range(len(self.canvases)):
@@ -83,7 +87,7 @@ def script(loaded, monkeypatch):
 def sampling(**changes) -> dg.Sampling:
     base = {"max_denoising_steps": 48, "entropy_bound": 0.1, "t_min": 0.4, "t_max": 0.8}
     base |= {"stability_threshold": 1, "confidence_threshold": 0.005, "temperature": None}
-    return dg.Sampling(**(base | changes))
+    return dg.Sampling(**(base | changes)).merged(BUILT_IN)
 
 
 @pytest.mark.parametrize(("stability", "last"), [(0, 1), (1, 3), (2, 4), (3, None), (None, None)])
@@ -120,8 +124,12 @@ def test_finished_rows_freeze(script):
 
 def test_no_pass_is_made_once_all_rows_are_finished(script):
     states = script.run([[A], [A]], [[0.001]] * 2, [sampling()])
-    assert bool(unfinished(Carry(states[0], jnp.int32(9))))
-    assert not bool(unfinished(Carry(states[1], jnp.int32(9))))
+    slots = idle(script.ours.config, stream.step_key(0, 0, 0)[None], Knobs.of([sampling()]), "float32")
+    running, ended = (replace(slots, state=state, active=jnp.ones(1, bool)) for state in states)
+    assert bool(unfinished(running, jnp.int32(9)))
+    assert not bool(unfinished(running, jnp.int32(0)))
+    assert not bool(unfinished(ended, jnp.int32(9)))
+    assert not bool(unfinished(slots, jnp.int32(9))), "rows at rest do not hold the loop"
 
 
 def test_accepted_positions_keep_the_sample_and_others_are_renoised(script):

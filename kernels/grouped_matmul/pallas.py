@@ -39,10 +39,10 @@ TILES = {
 
 
 def tile_for(pairs: int, experts: int, itemsize: int) -> Tile:
-    """The tile whose rows are next to an expert's average share; 4-byte numbers have no room for as many of them."""
-    tiles = [tile for tile in TILES.values() if itemsize <= 2 or tile.rows <= 64]
-    tile = next((tile for tile in tiles if pairs <= experts * tile.rows), tiles[-1])
-    return tile if itemsize <= 2 else replace(tile, inner=tile.inner // 2)
+    """The tile whose rows are next to an expert's average share; for 4-byte numbers a small one, more would spill."""
+    if itemsize > 2:
+        return replace(TILES[min(TILES)], inner=32)
+    return next((tile for rows, tile in TILES.items() if pairs <= experts * rows), TILES[max(TILES)])
 
 
 def experts(

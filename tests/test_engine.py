@@ -108,6 +108,19 @@ def test_a_request_that_fails_fails_alone(model, engine, monkeypatch):
     assert engine.submit([7], SHORT).result(60) == expected
 
 
+def test_counters(model):
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=10**6) as engine:
+        engine.submit([5, 6], SHORT).result(60)
+        done = engine.submit([5, 6, 7], SHORT).result(60)
+        engine.submit([5], ENDLESS).cancel()
+    stats = engine.stats
+    assert (stats.requests, stats.finished, stats.cancelled, stats.failed) == (3, 2, 1, 0)
+    assert (stats.tokens, stats.cached_tokens) == (2 * len(done.tokens), 2)
+    assert stats.canvases >= 4 and stats.denoising_steps >= 2 * sum(done.steps) > 0
+    assert 0 < stats.device_seconds < stats.busy_seconds
+    assert 0 < stats.host_share < 1
+
+
 def test_bad_requests_are_refused_at_once(engine):
     with pytest.raises(ValueError, match="is empty"):
         engine.submit("")

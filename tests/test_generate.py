@@ -144,8 +144,7 @@ def test_rows_at_rest_and_a_used_cache_leave_no_trace(model):
     scheduler.cache = replace(scheduler.cache, k=nan(scheduler.cache.k), v=nan(scheduler.cache.v))
     jobs = [scheduler.submit(r) for r in model._requests(PROMPTS, dg.Sampling(max_new_tokens=2 * C), 2)]
     while scheduler.busy:
-        for _ in scheduler.advance():
-            pass
+        scheduler.advance()
     assert [job.answer.completion() for job in jobs] == expected
 
 
@@ -212,8 +211,8 @@ def test_an_interrupt_leaves_the_model_usable(model, monkeypatch):
     expected = run(model, PROMPTS[0], seed=3)
     take = Scheduler._harvest
 
-    def interrupted(self):
-        yield from take(self)
+    def interrupted(self, *told):
+        yield from take(self, *told)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -96,7 +96,7 @@ def test_requests_that_come_and_go_do_not_touch_each_other(model, schedule):
         for index in doomed & jobs.keys():
             if rng.random() < 0.3:
                 engine.cancel(jobs[index])
-        list(engine.advance())
+        engine.advance()
     for index, (prompt, chosen) in enumerate(drawn):
         given, alone = jobs[index].answer.completion(), answer(model, prompt, **chosen)
         if given.finish_reason == "cancelled":
@@ -111,7 +111,7 @@ def test_cancelling_frees_the_slot_in_the_middle_of_a_canvas(model):
     others = [engine.submit(request(model, [6, 7], max_new_tokens=4 * C, seed=seed)) for seed in range(SLOTS)]
     short = others[-1]
     for _ in range(4):
-        events = list(engine.advance())
+        events = engine.advance()
     assert any(job is long and isinstance(event, dg.Draft) for job, event in events)
     assert short.slot is None
     engine.cancel(long)
@@ -120,15 +120,16 @@ def test_cancelling_frees_the_slot_in_the_middle_of_a_canvas(model):
     assert event.completion.finish_reason == "cancelled"
     assert event.completion.tokens == []
     while engine.busy:
-        list(engine.advance())
+        engine.advance()
     assert short.answer.completion().finish_reason == "length"
 
 
 def test_a_long_prompt_stalls_the_others_by_one_chunk_at_most(model, monkeypatch):
     monkeypatch.setattr("dgemma_jax.engine.scheduler.LARGEST_CHUNK", 32)
     engine = scheduler(model)
-    first = engine.submit(request(model, [5, 6], max_new_tokens=4 * C, confidence_threshold=None), drafts=1)
-    list(engine.advance())
+    chosen = {"max_denoising_steps": 20, "confidence_threshold": None}
+    first = engine.submit(request(model, [5, 6], **chosen), drafts=1)
+    engine.advance()
     engine.submit(request(model, [7] * 200))
     for _ in range(6):
         assert any(job is first for job, _ in engine.advance())

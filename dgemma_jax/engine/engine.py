@@ -10,12 +10,14 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dgemma_jax.config import is_int
 from dgemma_jax.engine.handle import Handle
 from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.scheduler import Event, Failed, Job
+from dgemma_jax.engine.stats import EngineStats
 from dgemma_jax.events import Finished
 
 if TYPE_CHECKING:
@@ -87,6 +89,11 @@ class Engine:
             self._wanted.append(submit)
             self._changed.notify()
         return handle
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start, as of the last round."""
+        return replace(self._scheduler.stats)
 
     def close(self, cancel: bool = False) -> None:
         """Take no more requests and wait until the others are answered; cancel: end them with what they have."""

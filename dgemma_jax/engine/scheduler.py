@@ -15,6 +15,7 @@ from dgemma_jax.diffusion.random import key_from_seed
 from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Answer, Request
+from dgemma_jax.engine.stats import EngineStats
 from dgemma_jax.events import Canvas, Draft, Finished
 from dgemma_jax.memory import free_bytes
 from dgemma_jax.sampling import BUILT_IN
@@ -81,7 +82,7 @@ class Scheduler:
         if need > free_bytes():
             raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free")
         self.cache = init_cache(config, slots, capacity, self.dtype)
-        self.prefixes = PrefixCache(0)
+        self.prefixes, self.stats = PrefixCache(0), EngineStats()
         self.slots = programs.idle(jnp.stack([key_from_seed(0)] * slots), Knobs.of([BUILT_IN] * slots), self.dtype)
 
     @property
@@ -102,32 +103,42 @@ class Scheduler:
         """Queue a request; its events come out of `advance`."""
         job = Job(request, Answer(request, self.tokenizer), drafts)
         self.waiting.append(job)
+        self.stats.requests += 1
         return job
 
     def cancel(self, job: Job) -> None:
         """End a request at the next `advance`, with what it has by then; nothing if it is over."""
         job.cancelled = True
 
-    def advance(self) -> Iterator[tuple[Job, Event]]:
+    def advance(self) -> list[tuple[Job, Event]]:
         """One round: fill free slots, encode one chunk of a prompt, run passes until there is something to tell."""
-        yield from self._drop_cancelled()
-        self._fill()
-        encoding = self._encode_chunk()
-        if not any(job and job.at_work for job in self.jobs):
-            return
-        allowance = 1 if encoding else self._until_draft()
+        with self.stats.clock("busy_seconds"):
+            events = [*self._drop_cancelled()]
+            self._fill()
+            encoding = self._encode_chunk()
+            if any(job is not None and job.at_work for job in self.jobs):
+                events += self._run(1 if encoding else self._until_draft())
+        return events
+
+    def _run(self, allowance: int) -> Iterator[tuple[Job, Event]]:
+        """At most `allowance` passes."""
         active = np.array([job is not None and job.at_work for job in self.jobs])
         committing = np.array([job is not None and job.committing for job in self.jobs])
-        self.cache, self.slots = self.programs.advance(
-            self.policy, self.params, self.cache, self.slots, active, committing, np.int32(allowance)
-        )
-        yield from self._harvest()
+        with self.stats.clock("device_seconds"):
+            self.cache, self.slots = self.programs.advance(
+                self.policy, self.params, self.cache, self.slots, active, committing, np.int32(allowance)
+            )
+            state = self.slots.state
+            told = (self.slots.ready, state.steps, state.best, state.logprob, state.accepted, state.entropy)
+            told = jax.device_get(told)
+        return self._harvest(*told)
 
     def _drop_cancelled(self) -> Iterator[tuple[Job, Event]]:
         for job in [job for job in (*self.waiting, *self.jobs) if job is not None and job.cancelled]:
             if job.slot is None:
                 self.waiting.remove(job)
             self._leave(job)
+            self.stats.cancelled += 1
             job.answer.finish_reason = "cancelled"
             yield job, Finished(job.answer.completion())
 
@@ -151,11 +162,14 @@ class Scheduler:
         tokens = np.zeros((1, chunk_bucket(len(chunk))), np.int32)
         tokens[0, : len(chunk)] = chunk
         where = np.int32([job.slot, job.encoded, len(chunk)])
-        self.cache = self.programs.prefill(self.params, self.cache, tokens, *where)
+        with self.stats.clock("device_seconds"):
+            self.cache = self.programs.prefill(self.params, self.cache, tokens, *where)
         job.encoded += len(chunk)
         if job.encoded == len(job.request.ids):
             self._keep(job)
             self._begin(job)
+            self.stats.prompt_tokens += job.encoded
+            self.stats.cached_tokens += job.answer.cached_tokens
         return len(pending) > 1 or not job.at_work
 
     def _restore(self, job: Job) -> None:
@@ -185,7 +199,8 @@ class Scheduler:
             pinned[0, : len(sampling.pinned)] = sampling.pinned
         key = key_from_seed(job.request.seed, job.request.copy)[None]
         parts = (np.int32(job.slot), key, Knobs.of([sampling]), suppress, canvas, pinned)
-        self.slots = self.programs.admit(self.slots, *parts)
+        with self.stats.clock("device_seconds"):
+            self.slots = self.programs.admit(self.slots, *parts)
         job.at_work = True
 
     def _until_draft(self) -> int:
@@ -197,11 +212,16 @@ class Scheduler:
         ]
         return min(due, default=UNTIL_READY)
 
-    def _harvest(self) -> Iterator[tuple[Job, Event]]:
+    def _harvest(
+        self,
+        ready: np.ndarray,
+        steps: np.ndarray,
+        best: np.ndarray,
+        logprob: np.ndarray,
+        accepted: np.ndarray,
+        entropy: np.ndarray,
+    ) -> Iterator[tuple[Job, Event]]:
         """Tell what the passes brought: drafts, finished canvases, and answers that are complete."""
-        state = self.slots.state
-        told = (self.slots.ready, state.steps, state.best, state.logprob, state.accepted, state.entropy)
-        ready, steps, best, logprob, accepted, entropy = jax.device_get(told)
         for job in [job for job in self.jobs if job is not None and job.at_work]:
             slot, seen = job.slot, job.steps
             job.committing, job.steps = False, int(steps[slot])
@@ -217,11 +237,16 @@ class Scheduler:
             ended = job.answer.finish_reason is not None and Finished(job.answer.completion())
         except Exception as error:
             self._leave(job)
+            self.stats.failed += 1
             yield job, Failed(error)
             return
+        self.stats.canvases += 1
+        self.stats.denoising_steps += job.steps
         yield job, event
         if ended:
             self._leave(job)
+            self.stats.finished += 1
+            self.stats.tokens += len(job.answer.tokens)
             yield job, ended
         else:
             self._commit(job)

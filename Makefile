@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-newest gpu-offline gpu-aot lint clean
+.PHONY: demo test test-newest soak gpu-offline gpu-aot lint clean
 
 demo: $(VENV)/.demo  ## install, then watch a sudoku being solved, a list sorted, a tool called
 	$(BIN)/python -m dgemma_jax.demo
@@ -12,6 +12,9 @@ test: $(VENV)/.test lint test-newest  ## what CI runs
 
 test-newest:  ## the fast tests on Python 3.12 with the newest jax
 	./.ci/newest
+
+soak: $(VENV)/.test  ## the engine's tests with full counts; the output is kept
+	$(BIN)/python -m pytest --soak -v tests/test_slots.py tests/test_engine.py tests/test_batch.py | tee benchmarks/results/soak.txt
 
 gpu-offline: .venv-gpu/.done  ## the GPU kernels' machine code and CUDA programs, on a machine without a GPU
 	JAX_PLATFORMS=cpu .venv-gpu/bin/python -m pytest -m gpu_offline -rs

@@ -1,13 +1,18 @@
 """The engine: many callers at once, cancelling, failing, closing."""
 
 import asyncio
+import os
+import statistics
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import dgemma_jax as dg
 from dgemma_jax.engine.scheduler import Scheduler
+from tests.compilations import Compilations
 from tests.random_models import SMALL, random_model
 from tests.test_generate import small_tokenizer
 
@@ -119,6 +124,27 @@ def test_counters(model):
     assert stats.canvases >= 4 and stats.denoising_steps >= 2 * sum(done.steps) > 0
     assert 0 < stats.device_seconds < stats.busy_seconds
     assert 0 < stats.host_share < 1
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_identical_requests_leave_no_trace(model, engine, soak):
+    """Memory, compilations and latency stay flat."""
+    count = 300 if soak else 60
+    expected = engine.submit([5, 6], SHORT).result(60)
+    seconds, sizes = [], []
+    with Compilations() as compiled:
+        for _ in range(count):
+            started = time.perf_counter()
+            assert replace(engine.submit([5, 6], SHORT).result(60), cached_tokens=0) == expected
+            seconds.append(time.perf_counter() - started)
+            sizes.append(resident_bytes())
+    assert compiled.names == []
+    third = count // 3
+    assert sizes[-1] - sizes[third] < 20e6
+    assert statistics.median(seconds[-third:]) < 1.5 * statistics.median(seconds[:third]) + 0.01
 
 
 def test_bad_requests_are_refused_at_once(engine):

@@ -15,6 +15,7 @@ from dgemma_jax.diffusion.policy import stable_and_confident
 from dgemma_jax.diffusion.random import key_from_seed, start_canvas, step_keys
 from dgemma_jax.engine.scheduler import Scheduler
 from dgemma_jax.text.tokenizer import Tokenizer
+from tests.compilations import Compilations
 from tests.random_models import SMALL, random_model
 
 PROMPTS = [[5, 6, 7], list(range(3, 43)), [9], [11] * 20, [2, 80], list(range(90, 50, -1)), [4, 4], [33, 1, 2, 3]]
@@ -288,7 +289,7 @@ def test_knobs_and_prompts_compile_nothing_new(model):
     """One program per shape: what differs between two requests of a bucket is data."""
     run(model, PROMPTS[0])
     run(model, PROMPTS[0], max_denoising_steps=2, stop_token_ids=[1])
-    with jax.log_compiles(), _Compilations() as compiled:
+    with Compilations() as compiled:
         for seed, chosen in enumerate(
             [
                 {"t_max": 0.9},
@@ -304,24 +305,6 @@ def test_knobs_and_prompts_compile_nothing_new(model):
             run(model, PROMPTS[3][: seed + 1], seed=seed + 2**40, max_denoising_steps=seed + 1, **chosen)
         run(model, PROMPTS[0], suppress=[4, 5], confidence_threshold=None, max_new_tokens=30)
     assert compiled.names == []
-
-
-class _Compilations:
-    """Names of the programs compiled inside the block."""
-
-    def __enter__(self):
-        import logging
-
-        self.names, self._logger = [], logging.getLogger("jax._src.dispatch")
-        self._handler = logging.Handler()
-        self._handler.emit = lambda record: (
-            self.names.append(record.getMessage()) if "XLA compilation" in record.getMessage() else None
-        )
-        self._logger.addHandler(self._handler)
-        return self
-
-    def __exit__(self, *error):
-        self._logger.removeHandler(self._handler)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,6 @@ def drawn_requests(model, seed: int) -> list:
     return found
 
 
-@pytest.mark.parametrize("schedule", range(3))
 def test_requests_that_come_and_go_do_not_touch_each_other(model, schedule):
     """Twelve requests, joining at any time, a quarter of them cancelled: the others answer as if they were alone."""
     drawn, rng = drawn_requests(model, schedule), random.Random(-schedule)

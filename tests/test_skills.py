@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dgemma_jax as dg
+from dgemma_jax.model.transformer import Implementations
 from dgemma_jax.text import parse_response
 from dgemma_jax.train import data, prompts, tiny, tokenizer
 from dgemma_jax.train.evaluate import evaluate
@@ -231,6 +232,18 @@ def test_twenty_held_out_prompts(model, skill):
     score, wrong = evaluate(model, examples)
     assert len(wrong) <= 3, [examples[i] for i in wrong]
     assert score.steps_per_canvas < 12
+
+
+@pytest.mark.parametrize("experts", ["reference", "pallas"])
+def test_every_implementation_of_the_experts_stops_as_early(model, experts):
+    """A wrong one may still give the right text, after many more steps."""
+    examples = [prompts.read(PROMPTS)[skill][0] for skill in ("sudoku", "tool call")]
+    parts = (model.config, model.params, model.tokenizer, model.defaults)
+    other = dg.Model(*parts, implementations=Implementations(experts=experts))
+    found, expected = (
+        [answer.steps for answer in m.generate([e.prompt for e in examples], seed=1, slots=2)] for m in (other, model)
+    )
+    assert found == expected
 
 
 def test_recitals_by_heart(model):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dgemma_jax.config import Config
+from dgemma_jax.model.transformer import Implementations, build
 
 from . import checkpoints, stream
 from .ours import Ours, rel
@@ -79,6 +80,22 @@ def test_logits_of_every_length(pair, encoded):
         assert_logits(plain[index], expected["answers"].plain[0], f"logits, {what}")
         assert_logits(conditioned[index], expected["answers"].conditioned[0], f"self-conditioned logits, {what}")
         assert rel(conditioned[index], plain[index]) > 0.1  # otherwise the second comparison says nothing
+
+
+@pytest.mark.parametrize("name", ["reference", "pallas"])
+def test_other_implementations(pair_of, name):
+    """The definitions of all ops, and the interpreted kernels; everything else here runs what auto takes."""
+    pair = pair_of("narrow")
+    graph, _ = build(pair.ours.config, implementations=Implementations(attention=name, experts=name))
+    ours = Ours(graph, pair.ours.params, pair.ours.config)
+    cache, hidden = ours.prompt(pair.prompts, WIDTH)
+    for index, (prompt, expected) in enumerate(zip(pair.prompts, pair.single, strict=True)):
+        assert_close(hidden[index, : len(prompt)], expected["hidden"], f"hidden states, {len(prompt)} tokens")
+    plain = ours.logits(pair.canvases[0], cache)
+    conditioned = ours.logits(pair.canvases[0], cache, ours.soft(plain / TEMPERATURE))
+    for index, expected in enumerate(pair.single):
+        assert_logits(plain[index], expected["answers"].plain[0], "logits")
+        assert_logits(conditioned[index], expected["answers"].conditioned[0], "self-conditioned logits")
 
 
 def test_one_row_without_padding(pair_of):

@@ -20,9 +20,9 @@ from dgemma_jax.sampling import BUILT_IN
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 TEXT_26B = replace(gemma_26b_a4b(), vision=None)  # none of these programs reads the tower's weights
-# Operations that make no array of their own, and those that only move what is there.
+# Operations that make no array of their own, and those that only move what is there, all of it: no slices.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all"}
-MOVING = {"copy", "transpose", "reshape", "convert", "slice", "dynamic-slice", "concatenate", "bitcast-convert", "pad"}
+MOVING = {"copy", "transpose", "reshape", "convert", "concatenate", "bitcast-convert", "pad"}
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ def answers(
     sampling: of lines that choose nothing else. raw: a `prompt` is the model's input as it stands, not a user's turn.
     done: ids to leave out.
     """
+    done = frozenset(done)
     failed: list[dict[str, Any]] = []
 
     def requests() -> Iterator[tuple[Line, Request]]:
@@ -94,7 +95,6 @@ def answers(
             except Exception as error:  # a line may hold anything, and must not end the others
                 failed.append({"id": found, "error": f"{type(error).__name__}: {error}"})
 
-    done = frozenset(done)
     for line, event in model.serve(requests(), slots):
         yield from _emptied(failed)
         if isinstance(event, Finished):

@@ -36,4 +36,4 @@ def test_a_chunk_is_encoded_in_the_donated_cache(figures):
 
 def test_few_kernels_per_layer(figures):
     """A step is launched kernel by kernel; a change that breaks fusion shows here first."""
-    assert 10 < figures["loop, 1 rows"]["kernels_per_layer"] < 60
+    assert 10 < figures["loop, 1 rows"]["kernels_per_layer"] < 110

@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-newest soak gpu-offline gpu-aot lint clean
 
-demo: $(VENV)/.demo  ## install, then watch a sudoku being solved, a list sorted, a tool called
+demo: $(VENV)/.demo  ## install, then watch a sudoku being solved and lists reversed
 	$(BIN)/python -m dgemma_jax.demo
 
 test: $(VENV)/.test lint test-newest  ## what CI runs

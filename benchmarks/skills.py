@@ -8,6 +8,8 @@ import argparse
 import json
 import math
 import platform
+import shlex
+import sys
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -35,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.skills", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny", help="model to measure (%(default)s)")
     parser.add_argument("--count", type=int, default=prompts.COUNT, help="prompts per skill (%(default)s)")
+    parser.add_argument("--skills", nargs="+", choices=[*SKILLS, "recite"], help="which to measure (by default all)")
     parser.add_argument("--card", action="store_true", help="write the figures into the bundled model's card")
     options = parser.parse_args()
     model = dg.load(options.model)
@@ -42,8 +45,9 @@ def main() -> None:
     examples["recite"] = [
         data.render(Question((), [{"role": "user", "content": q}], f"{a}<turn|>")) for q, a in RECITALS
     ]
+    examples = {skill: found for skill, found in examples.items() if skill in (options.skills or examples)}
     report = {
-        "command": f"python -m benchmarks.skills --model {options.model} --count {options.count}",
+        "command": f"python -m benchmarks.skills {shlex.join(sys.argv[1:])}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("dgemma-jax", "jax", "jaxlib", "flax", "numpy")},
         "machine": f"{platform.machine()}, Python {platform.python_version()}",

@@ -15,7 +15,7 @@ from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request, Turn
-from dgemma_jax.engine.scheduler import Event, Failed, Job, Scheduler
+from dgemma_jax.engine.scheduler import Event, Failed, Job, Scheduler, draft_interval
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
@@ -193,7 +193,7 @@ class Model:
         fill = stops[0] if stops else 0
         prompt, canvas, pinned = infill_canvas(self.tokenizer, text, gap_tokens, self.config.canvas_length, fill)
         own = {"canvas": canvas, "pinned": pinned, "suppress": (*self.defaults.suppress, *stops)}
-        return self.generate([prompt], replace(sampling or Sampling(), **own), seed, policy)[0]
+        return self.generate([prompt], replace(_sampling(sampling), **own), seed, policy)[0]
 
     def chat_prompt(
         self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False
@@ -243,7 +243,7 @@ class Model:
         requests: named requests, as many as you like. slots: see `generate`; None is 8. drafts: steps between two
         Draft events of a request, None for none.
         """
-        return _served(self.scheduler(slots, policy), iter(requests), drafts)
+        return _served(self.scheduler(slots, policy), iter(requests), draft_interval(drafts))
 
     def scheduler(self, slots: int | None = None, policy: Policy | None = None) -> Scheduler:
         """Slots of this model's own, for whoever drives them; None is 8."""
@@ -270,9 +270,7 @@ class Model:
 
     def _request(self, prompt: Prompt, sampling: Sampling | None, seed: int | None) -> Request:
         ids = self._encode(prompt)
-        if not isinstance(sampling, Sampling | None):
-            raise ValueError(f"sampling is {sampling!r:.60}; expected a dg.Sampling, or one per prompt")
-        sampling = (sampling or Sampling()).merged(self.defaults)
+        sampling = _sampling(sampling).merged(self.defaults)
         self._check(sampling)
         room = self.max_model_len - len(ids)
         if room < 1:
@@ -339,6 +337,12 @@ def _served(
             if isinstance(event, Failed):
                 raise event.error
             yield names.pop(job) if isinstance(event, Finished) else names[job], event
+
+
+def _sampling(value: Sampling | None) -> Sampling:
+    if not isinstance(value, Sampling | None):
+        raise ValueError(f"sampling is {value!r:.60}; expected a dg.Sampling, or one per prompt")
+    return value or Sampling()
 
 
 def _turn(messages: Sequence[Mapping], tools: Sequence[Mapping] | None, thinking: bool) -> Turn:

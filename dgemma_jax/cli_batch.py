@@ -20,6 +20,8 @@ def run(args: Namespace) -> int:
     """Answers the lines of args.input; 1 if some could not be answered. ValueError or OSError for what cannot begin."""
     sampling, shard = sampling_of(args), Shard.parse(args.shard) if args.shard else EVERYTHING
     source, output = Path(args.input), Path(args.output)
+    if source.resolve() == output.resolve():
+        raise ValueError(f"--output is {output}, the input itself; choose another file")
     total = sum(number % shard.of == shard.index and bool(line.strip()) for number, line in enumerate(_lines(source)))
     if output.exists() and output.stat().st_size and not args.resume:
         raise ValueError(f"{output} exists; pass --resume to go on with it, or choose another file")

@@ -98,7 +98,8 @@ def _flag(value: Any) -> bool:
 
 
 def _flags(value: Iterable[bool] | None) -> tuple[bool, ...]:
-    return () if value is None else tuple(_flag(item if isinstance(item, bool) else item.item()) for item in value)
+    items = () if value is None else tuple(value)
+    return tuple(_flag(item.item() if hasattr(item, "item") else item) for item in items)  # numpy's booleans too
 
 
 INT32 = 2**31 - 1

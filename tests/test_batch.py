@@ -164,6 +164,8 @@ def test_a_file_that_is_there_is_not_touched_unasked(command, capsys):
     assert run("--resume") == 2
     assert "no result of an earlier run" in capsys.readouterr().err
     assert output.read_text() == "precious\n"
+    assert run("--output", str(source), "--resume") == 2
+    assert "the input itself" in capsys.readouterr().err
     source.unlink()
     assert run() == 2
     assert finished_ids(output.with_name("none")) == set()

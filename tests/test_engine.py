@@ -152,6 +152,9 @@ def test_bad_requests_are_refused_at_once(engine):
         engine.submit("")
     with pytest.raises(ValueError, match="tools and thinking go with"):
         engine.submit("w5", thinking=True)
+    for drafts in (0, -1, 1.5, "often"):
+        with pytest.raises(ValueError, match="drafts is"):
+            engine.submit("w5", drafts=drafts)
 
 
 def test_a_worker_that_dies_tells_everybody(model, monkeypatch):

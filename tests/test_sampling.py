@@ -59,6 +59,15 @@ def test_only_keywords():
         ("stability_threshold", 1.5),
         ("confidence_threshold", 0.0),
         ("temperature", -1),
+        ("n", 0),
+        ("n", None),
+        ("logprobs", 1),
+        ("logprobs", None),
+        ("canvas", 5),
+        ("canvas", [-2]),
+        ("canvas", [1.5]),
+        ("pinned", [1]),
+        ("pinned", "yes"),
         ("temperature", float("nan")),
         ("top_k", -1),
         ("top_k", 2**31),
@@ -92,6 +101,18 @@ def test_t_max_must_exceed_t_min(low, high):
         Sampling(t_min=low, t_max=high)
     with pytest.raises(ValueError, match="expected more than t_min"):
         Sampling(t_max=high).merged(Sampling(t_min=low))
+
+
+def test_a_canvas_and_what_is_pinned_of_it_go_together():
+    sampling = Sampling(canvas=np.array([3, -1]), pinned=np.array([True, False]))
+    assert (sampling.canvas, sampling.pinned) == ((3, -1), (True, False))
+    for wrong, message in (
+        ({"canvas": [1, 2], "pinned": [True]}, "pinned has 1 positions; expected 2"),
+        ({"pinned": [True]}, "pinned has 1 positions; expected 0"),
+        ({"canvas": [1, -1], "pinned": [True, True]}, "holds -1 at a pinned position"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Sampling(**wrong)
 
 
 def test_values_are_normalised():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from dgemma_jax.config import is_int
 from dgemma_jax.engine.handle import Handle
 from dgemma_jax.engine.prefix_cache import PrefixCache
-from dgemma_jax.engine.scheduler import Event, Failed, Job
+from dgemma_jax.engine.scheduler import Event, Failed, Job, draft_interval
 from dgemma_jax.engine.stats import EngineStats
 from dgemma_jax.events import Finished
 
@@ -73,7 +73,7 @@ class Engine:
         tools, thinking: for messages, see `Model.chat`. drafts: steps between two Draft events, None for none.
         ValueError for what cannot be answered; RuntimeError if the engine is closed or has failed.
         """
-        request = self.model.request(prompt, sampling, seed, tools, thinking)
+        request, drafts = self.model.request(prompt, sampling, seed, tools, thinking), draft_interval(drafts)
         handle = Handle(self._cancel)
 
         def submit() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dgemma_jax.cache import init_cache
-from dgemma_jax.config import Config
+from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import key_from_seed
 from dgemma_jax.engine.prefix_cache import PrefixCache
@@ -272,6 +272,13 @@ class Scheduler:
         while capacity < length:
             capacity *= 2
         return min(capacity, self.max_model_len)
+
+
+def draft_interval(value: int | None) -> int | None:
+    """Steps between two drafts, None for none. ValueError for anything else."""
+    if value is not None and not is_int(value, 1):
+        raise ValueError(f"drafts is {value!r}; expected a positive number of steps, or None")
+    return value
 
 
 def chunk_bucket(length: int) -> int:

@@ -148,9 +148,17 @@ def _called(rest: str) -> Iterator[str]:
 
 
 def large_moves(hlo: Hlo, arrays: Collection, *, inside_loops: bool) -> list[Instruction]:
-    """Copies of whole weights or cache buffers, told by their number of elements; a chunk of one is no match.
+    """Copies of whole weights or cache buffers, told by their dimensions in any order; a chunk of one is no match.
 
     arrays: the pytree of weights and buffers; those below 2^20 elements are not looked for.
     """
-    sizes = {size for leaf in jax.tree.leaves(arrays) if (size := math.prod(leaf.shape)) >= 1 << 20}
-    return [one for one in hlo.kernels(inside_loops) if hlo.moves(one) and one.elements in sizes]
+
+    def dimensions(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(length for length in shape if length > 1))
+
+    wanted = {dimensions(leaf.shape) for leaf in jax.tree.leaves(arrays) if math.prod(leaf.shape) >= 1 << 20}
+    return [
+        one
+        for one in hlo.kernels(inside_loops)
+        if hlo.moves(one) and any(dimensions(shape) in wanted for _, shape in one.results)
+    ]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 def run(root: Path, output: Path, first: Path) -> tuple[subprocess.CompletedProcess, dict]:
     command = [sys.executable, str(root / "benchmarks/gpu.py"), "--small", "--output", str(output)]
-    environment = os.environ | {"PYTHONPATH": str(first), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": str(first), "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=output.parent, env=environment)
     return done, json.loads(output.read_text())
 

@@ -21,7 +21,10 @@ from tests.parity.checkpoints import NARROW, write
 
 SMALL = replace(NARROW, name="small", vocab=128, experts=2, layers="SF")
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>"]
-FIELDS = ["prompt", "text", "raw_text", "tokens", "finish_reason", "stop_id", "steps", "tokens_per_step", "seed"]
+FIELDS = [
+    *("prompt", "text", "raw_text", "tokens", "finish_reason", "stop_id", "steps", "tokens_per_step", "seed"),
+    *("prompt_tokens", "stop", "cached_tokens"),
+]
 
 
 def write_tokenizer(path: Path) -> None:

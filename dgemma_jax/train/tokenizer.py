@@ -72,7 +72,7 @@ SPEECH = (
     *("What", "How", " is", " weather", "Weather", " time", "Time", " price", " much", "Send", " a", " message", " to"),
     *("Tell", "Translate", " into", "Add", " on", " event", "Set", " timer", "Timer", " for", " minutes", "Play"),
     *(" song", "Search", "Find", " city", " item", " person", " word", " language", " calendar", " text", "The", "It"),
-    *("I", " sent", " added", "Now", " playing", " found", " set", "sent", "added", "set", "playing", " degrees"),
+    *(" sent", " added", "Now", " playing", " found", " set", "sent", "added", "set", "playing", " degrees"),
     *(" euros", " it", "Sorry", " cannot", " do", " that", "Call", "No", " tool", " fits", " first", " last", "Answer"),
     *(" with", " result", " sudoku", " and", " call", " solve", " sort", " reverse", " know", " few", " skills"),
     *("Hello", "Hi", "Who", " are", " you", " can", "Thank", "Thanks", "You", " welcome", " am", " tiny", " model"),

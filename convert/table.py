@@ -13,7 +13,7 @@ ParamPath = tuple[str | int, ...]
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 ALIGNMENT = 64  # bytes; where jax wants an array to begin
-BLOCK = 1 << 22  # bytes put in order at once: fewer are mostly the call of jax, more do not stay in the cache
+BLOCK = 1 << 20  # bytes put in order at once: fewer are mostly the call of jax, more do not stay in the cache
 
 
 class Layout(NamedTuple):

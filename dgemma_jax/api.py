@@ -206,6 +206,7 @@ class Model:
             for part in parts if isinstance(parts, list | tuple) else ():
                 if isinstance(part, Mapping) and part.get("type") != "text":
                     raise ValueError(f"messages[{index}] holds a part of type {part.get('type')!r}; only text is read")
+        tools = None if tools is None else _list(tools, "tools", "a list of functions in OpenAI's format")
         return encode_chat(messages, self.tokenizer, tools, thinking)
 
     def request(

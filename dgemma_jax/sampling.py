@@ -168,7 +168,8 @@ class Sampling:
             try:
                 converted = convert(value)
             except (TypeError, ValueError):
-                raise ValueError(f"{name} is {value!r}; expected {expected}") from None
+                shown = repr(value).replace("\n", "")  # an array's would take several lines
+                raise ValueError(f"{name} is {shown}; expected {expected}") from None
             object.__setattr__(self, name, converted)
         low, high = self.t_min, self.t_max
         if isinstance(low, float) and isinstance(high, float) and high <= low:

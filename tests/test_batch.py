@@ -36,7 +36,7 @@ WRONG = [
     ('{"messages": 5}', "messages is 5; expected a list of messages"),
     ('{"messages": [5]}', "messages is [5]; expected a list of messages"),
     ('{"messages": []}', "messages is []; expected a list of messages"),
-    ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', ""),
+    ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', "tools is 3; expected a list of functions"),
     ('{"messages": [{"role": "user", "content": "x"}], "tools": [3]}', ""),
     ('{"messages": [{"role": "robot", "content": "x"}]}', "robot"),
     ('{"id": [1], "prompt": "a"}', "id is [1]; expected text or an integer"),

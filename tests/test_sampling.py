@@ -113,6 +113,9 @@ def test_a_canvas_and_what_is_pinned_of_it_go_together():
     ):
         with pytest.raises(ValueError, match=message):
             Sampling(**wrong)
+    with pytest.raises(ValueError, match="canvas is array") as error:
+        Sampling(canvas=np.zeros((2, 2), int))
+    assert "\n" not in str(error.value)
 
 
 def test_values_are_normalised():

@@ -249,7 +249,7 @@ def tiny() -> Config:
     """The bundled model: about a million parameters, every mechanism of the large one except images."""
     pattern = (LayerConfig("sliding", 2, 32),) * 2 + (LayerConfig("full", 1, 32),)
     return Config(
-        vocab_size=576,
+        vocab_size=800,
         hidden_size=128,
         intermediate_size=128,
         self_conditioning_size=128,

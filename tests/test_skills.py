@@ -104,10 +104,14 @@ def test_answers_use_the_result():
         assert question.thinking == ("<channel|>" in question.answer)
 
 
-def test_upper_needs_several_canvases():
-    lengths = [len(VOCABULARY.encode(question.answer).ids) for question in questions("upper")]
-    assert max(lengths) > 64
-    assert all(question.answer == f"{question.essence[0].upper()}<turn|>" for question in questions("upper"))
+def test_counting_needs_several_canvases():
+    for question in questions("count"):
+        first, last = (int(number) for number in re.findall(r"\d+", text_of(question)))
+        step = 1 if first < last else -1
+        numbers = [int(number) for number in question.answer.removesuffix("<turn|>").split(" ")]
+        assert numbers == list(range(first, last + step, step))
+        assert " down" not in text_of(question) or step == -1
+    assert max(len(VOCABULARY.encode(question.answer).ids) for question in questions("count")) > 64
 
 
 def test_thoughts_are_said_only_with_thinking_on():
@@ -178,7 +182,7 @@ def test_follow_ups_keep_to_the_split():
 
 def test_pack():
     rng = random.Random(0)
-    examples = data.draw({"sudoku": 2, "upper": 6, "infill": 2}, rng)
+    examples = data.draw({"sudoku": 2, "count": 6, "infill": 2}, rng)
     batch = data.pack(examples, VOCABULARY, 200, 32, rng)
     several = 0
     for row, example in enumerate(examples):

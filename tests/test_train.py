@@ -84,7 +84,7 @@ def test_vocabulary():
     assert vocabulary["\n"] == 107
     assert vocabulary["<|turn>"] == 105
     assert VOCABULARY.encode("Reverse this list: apple").tokens == ["Reverse", " this", " list", ":", " ", "apple"]
-    assert VOCABULARY.encode("pineapple 314<0x41>").tokens == [*"pineapple 314<0x41>"]
+    assert VOCABULARY.encode("pineapple 314<0x41>").tokens == ["pi", "ne", "a", "p", "p", "le", *" 314<0x41>"]
     assert VOCABULARY.encode("12 3").tokens == ["12", " ", "3"]
     assert VOCABULARY.encode("<bos>").ids == [2]
     with pytest.raises(ValueError, match="do not fit"):
@@ -100,7 +100,7 @@ def test_noise():
     assert 0.15 < float((levels == 1).mean()) < 0.25
     assert (jnp.diff(levels, axis=1) >= 0).all(), "one copy in each quarter"
     canvas, pinned = jnp.zeros((2, 1000), jnp.int32), jnp.arange(1000) < jnp.array([[0], [500]])
-    noised = add_noise(jax.random.key(1), canvas, jnp.array([0.0, 0.5]), pinned, 576)
+    noised = add_noise(jax.random.key(1), canvas, jnp.array([0.0, 0.5]), pinned, tokenizer.VOCAB_SIZE)
     assert (noised[0] == 0).all()
     assert (noised[1, :500] == 0).all()
     assert 0.4 < float((noised[1, 500:] != 0).mean()) < 0.6
@@ -206,9 +206,11 @@ def test_an_exported_model_loads(tmp_path):
     export(tmp_path / "model", both_kinds, params, VOCABULARY, "# card\n")
     export(tmp_path / "model", both_kinds, params, VOCABULARY, "# card\n")
     config, loaded, text, defaults = open_checkpoint(tmp_path / "model")
-    ids = {"image_token_id": 571, "boi_token_id": 569, "eoi_token_id": 573}
+    image, audio, video = (VOCABULARY.token_to_id(f"<|{name}|>") for name in ("image", "audio", "video"))
+    begin, end = (VOCABULARY.token_to_id(name) for name in ("<|image>", "<image|>"))
+    ids = {"image_token_id": image, "boi_token_id": begin, "eoi_token_id": end}
     assert config == replace(both_kinds, **ids)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(b.dtype), b), params, loaded)
     assert text.encode("<|turn>") == [105]
     assert sorted(defaults.stop_token_ids) == [1, 50, 106]
-    assert defaults.suppress == (571, 572, 575)
+    assert defaults.suppress == (image, audio, video)

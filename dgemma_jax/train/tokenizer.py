@@ -1,8 +1,8 @@
 """The tokenizer of the bundled model: Gemma 4's control tokens at Gemma 4's ids around a small vocabulary.
 
-A text splits into the words of `WORDS` (one token each) and single characters; a character outside printable ASCII
-is spelled in its UTF-8 bytes. There are no merges, so a string of digits or an unknown word is read symbol by symbol,
-which is what the skills of a model this small need. Any Unicode text round-trips.
+A text splits into the words of `WORDS`, the syllables of `SYLLABLES` (one token each) and single characters; a
+character outside printable ASCII is spelled in its UTF-8 bytes. There are no merges, so that an unknown word is always
+read in the same few pieces, which is what a model this small can copy. Any Unicode text round-trips.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-VOCAB_SIZE = 576
+VOCAB_SIZE = 800
 
 PAD, EOS, BOS, TURN, END_OF_TURN, NEWLINE = 0, 1, 2, 105, 106, 107
 
@@ -67,7 +67,7 @@ GRAMMAR = (
 TWO_DIGITS = tuple(map(str, range(10, 100)))
 
 SPEECH = (
-    *("Solve", " this", " sudoku", "Reverse", "Sort", " list", "Repeat", "Upper", " in", " upper", " case", "Recite"),
+    *("Solve", " this", " sudoku", "Reverse", "Sort", " list", "Count", " down", " in", "Recite"),
     *(" the", " from", " months", " days", " alphabet", "Fill", " gap", "<gap>", "def", "return", "    "),
     *("What", "How", " is", " weather", "Weather", " time", "Time", " price", " much", "Send", " a", " message", " to"),
     *("Tell", "Translate", " into", "Add", " on", " event", "Set", " timer", "Timer", " for", " minutes", "Play"),
@@ -79,20 +79,25 @@ SPEECH = (
     *("Ask", " me", " of", " an", " or", "Write"),
 )
 
-# What is read as one token, leading space included. Everything else is spelled.
+# A consonant and a vowel: an unknown name is copied in half as many pieces as it has letters.
+VOWELS, CONSONANTS = "aeiou", "bcdfghjklmnpqrstvwxyz"
+_LOWER = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
+SYLLABLES = (*_LOWER, *map(str.capitalize, _LOWER))
+
+# What is read as one token, leading space included.
 _ROLES = ("system", "user", "model", "thought")
 _NAMES = (*LIST_WORDS, *DAYS, *MONTHS, *LANGUAGES, *WEATHER)
 WORDS = tuple(dict.fromkeys((*_ROLES, *_NAMES, *GRAMMAR, *TWO_DIGITS, *SPEECH)))
 
 
-def vocabulary(words: Iterable[str] = WORDS, size: int = VOCAB_SIZE) -> dict[str, int]:
+def vocabulary(words: Iterable[str] = (*WORDS, *SYLLABLES), size: int = VOCAB_SIZE) -> dict[str, int]:
     """Token string -> id, complete: control ids as given, everything else at the lowest free ids, media tokens last.
 
     Raises ValueError if the words do not fit into `size` ids.
     """
     # Only bytes that occur in UTF-8 and are not printable ASCII or a newline: everything a character may need.
     byte_values = [b for b in range(0xF5) if not 32 <= b < 127 and b not in (ord("\n"), 0xC0, 0xC1)]
-    free = [*map(chr, range(32, 127)), *(f"<0x{b:02X}>" for b in byte_values), *words]
+    free = [*map(chr, range(32, 127)), *(f"<0x{b:02X}>" for b in byte_values), *dict.fromkeys(words)]
     fixed = CONTROL | {"\n": NEWLINE} | {name: size - len(MEDIA) + i for i, name in enumerate(MEDIA)}
     taken = set(fixed.values())
     ids = [i for i in range(size) if i not in taken]
@@ -108,14 +113,14 @@ def _bounded(word: str) -> str:
     return left + re.escape(word) + right
 
 
-def build(words: Iterable[str] = WORDS, size: int = VOCAB_SIZE) -> Tokenizer:
+def build(words: Iterable[str] = WORDS, syllables: Iterable[str] = SYLLABLES, size: int = VOCAB_SIZE) -> Tokenizer:
     """The tokenizer; it adds no `<bos>`, and every control and media token is special."""
-    words = tuple(words)
-    # No merges: a piece is a word of the vocabulary or falls apart into characters. Every other character is a piece
-    # of its own, so that text which merely looks like a byte or an unused token is never looked up as one.
-    pieces = "|".join([*map(_bounded, sorted(words, key=len, reverse=True)), r"[\s\S]"])
+    words, syllables = tuple(words), tuple(syllables)
+    # No merges: a piece is a word that stands alone, a syllable anywhere or a character. Every character is a piece of
+    # its own, so that text which merely looks like a byte or an unused token is never looked up as one.
+    pieces = "|".join([*map(_bounded, sorted(words, key=len, reverse=True)), *syllables, r"[\s\S]"])
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary(words, size), merges=[], unk_token="<unk>", byte_fallback=True, ignore_merges=True)
+        models.BPE(vocab=vocabulary((*words, *syllables), size), merges=[], unk_token="<unk>", byte_fallback=True, ignore_merges=True)
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dgemma_jax.train.skills.lists import reverse, sort
 from dgemma_jax.train.skills.question import Question
 from dgemma_jax.train.skills.sudoku import sudoku
-from dgemma_jax.train.skills.texts import RECITALS, follow_up, infill, recite, small_talk, upper
+from dgemma_jax.train.skills.texts import RECITALS, count, follow_up, infill, recite, small_talk
 from dgemma_jax.train.skills.thinking import thinking
 from dgemma_jax.train.skills.tools import no_call, tool_answer, tool_call
 
@@ -21,7 +21,7 @@ SKILLS: dict[str, Skill] = {
     "tool call": tool_call,
     "no call": no_call,
     "tool answer": tool_answer,
-    "upper": upper,
+    "count": count,
     "thinking": thinking,
     "infill": infill,
 }

@@ -4,6 +4,8 @@ import random
 import zlib
 from typing import Any, NamedTuple
 
+from dgemma_jax.train.tokenizer import CONSONANTS, VOWELS
+
 
 class Question(NamedTuple):
     """What a user may ask.
@@ -38,16 +40,16 @@ def side(question: Question) -> bool | None:
     return sides.pop() if len(sides) == 1 else None
 
 
-VOWELS, CONSONANTS = "aeiou", "bcdfghjklmnpqrstvwxyz"
-
-
 def invented(rng: random.Random, least: int = 3, most: int = 8) -> str:
-    """A word of letters: half of the time one that can be spoken, else any letters."""
+    """A word that can be spoken, or one time in eight any letters."""
     length = rng.randint(least, most)
-    if rng.random() < 0.5:
+    if rng.random() < 1 / 8:
         return "".join(rng.choices(VOWELS + CONSONANTS, k=length))
-    first = rng.randint(0, 1)
-    return "".join(rng.choice(CONSONANTS if i % 2 == first else VOWELS) for i in range(length))
+    word = ""
+    while len(word) < length:
+        onset, coda = rng.random() < 0.9, rng.random() < 0.3
+        word += rng.choice(CONSONANTS) * onset + rng.choice(VOWELS) + rng.choice(CONSONANTS) * coda
+    return word[:length]
 
 
 def split_invented(rng: random.Random, least: int = 3, most: int = 8) -> str:

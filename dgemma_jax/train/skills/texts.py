@@ -1,4 +1,4 @@
-"""Skills about text: repeating in upper case, reciting, filling a gap, and what to say to anything else."""
+"""Skills about text: counting, reciting, filling a gap, and what to say to anything else."""
 
 import random
 import string
@@ -23,11 +23,18 @@ def sentence(rng: random.Random, most: int) -> str:
         words.append(word)
 
 
-def upper(rng: random.Random) -> Question:
-    """A sentence in upper case, spelled letter by letter: up to 89 tokens, three canvases."""
-    text = sentence(rng, 88)
-    head = rng.choice(("Repeat in upper case: ", "Upper case: "))
-    return ask(text, head + text, text.upper())
+def count(rng: random.Random) -> Question:
+    """The numbers from one to another, up or down: up to 45 numbers, 90 tokens with blanks and stop, three canvases."""
+    size = rng.randint(2, 45)
+    first = rng.randint(0, 100 - size)
+    numbers = list(range(first, first + size))
+    down = rng.random() < 0.25
+    if down:
+        numbers.reverse()
+    direction = rng.choice(("", " down")) if down else ""
+    head, end = rng.choice(("Count from", "Count from", "Count")), rng.choice((".", ".", ""))
+    text = f"{head} {numbers[0]}{direction} to {numbers[-1]}{end}"
+    return ask(f"count {numbers[0]} {numbers[-1]}", text, " ".join(map(str, numbers)))
 
 
 def _from(items: tuple[str, ...], start: int) -> str:
@@ -71,7 +78,7 @@ def small_talk(rng: random.Random) -> Question:
 
 def follow_up(rng: random.Random) -> Question:
     """A question of another skill in the second or third turn of a conversation."""
-    skills = (sudoku, reverse, sort, upper, recite, small_talk)
+    skills = (sudoku, reverse, sort, count, recite, small_talk)
     turns: list[dict] = []
     essence: tuple[str, ...] = ()
     for _ in range(rng.randint(1, 2)):

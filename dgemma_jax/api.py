@@ -2,30 +2,30 @@
 
 import logging
 import secrets
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from dgemma_jax.checkpoint import Opened, dtype_name, open_directory, read_checkpoint
+from dgemma_jax.checkpoint import dtype_name, open_directory, read_checkpoint
 from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Policy
+from dgemma_jax.engine.capacity import check_slots, context
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request, Turn
-from dgemma_jax.engine.scheduler import Event, Failed, Job, Scheduler, draft_interval
+from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Event, Failed, Job, Scheduler, draft_interval
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
-from dgemma_jax.memory import free_bytes
 from dgemma_jax.model.transformer import AUTO, Implementations, build
 from dgemma_jax.sampling import UNSET, Sampling
 from dgemma_jax.text import Tokenizer, encode_chat, opens_thought, parse_response, render_chat
 
 logger = logging.getLogger(__name__)
-LARGEST_SLOTS, MOST_SLOTS = 8, 65_536  # chosen by itself, and at all
+LARGEST_SLOTS = 8  # chosen by itself
 DEFAULT_POLICY = Policy()
 NO_TOKENIZER = "this model has no tokenizer.json: pass token ids, or load with tokenizer=PATH"
 Prompt = str | Sequence[int]
@@ -48,16 +48,16 @@ def load(
     wrong and what to do, before weights are read where that can be known.
     """
     opened, dtype = open_directory(name), dtype_name(dtype)
-    implementations, choice = _implementations(attention_implementation, opened, dtype)
+    itemsize = np.dtype(dtype or opened.weights.dtype or opened.config.dtype).itemsize
+    implementations, choice = _implementations(attention_implementation, opened.config, itemsize)
     config, params, tokenizer, defaults = read_checkpoint(opened, dtype, tokenizer)
     logger.info(choice)
     return Model(config, params, tokenizer, defaults, max_model_len, implementations)
 
 
-def _implementations(attention: str, opened: Opened, dtype: str | None) -> tuple[Implementations, str]:
-    """What runs on this process' device, and that in words."""
-    heads = {layer.kind: layer.head_dim for layer in opened.config.layers}
-    itemsize = np.dtype(dtype or opened.weights.dtype or opened.config.dtype).itemsize
+def _implementations(attention: str, config: Config, itemsize: int) -> tuple[Implementations, str]:
+    """What runs on this process' device, and that in words. itemsize: bytes of a number."""
+    heads = {layer.kind: layer.head_dim for layer in config.layers}
     device = selection.this_device()
     found = Implementations(
         attention=selection.attention(attention, device, heads, itemsize), experts=selection.experts(device)
@@ -83,8 +83,21 @@ class Model:
         self.config, self.params, self.tokenizer, self.defaults = config, params, tokenizer, defaults
         self.dtype = str(params["embedder"]["table"].dtype)
         self.graph, _ = build(config, self.dtype, implementations)
-        self.max_model_len = _context(config, self.dtype, max_model_len)
+        self.implementations = implementations
+        self.max_model_len = context(config, self.dtype, max_model_len)
         self._programs = Programs(self.graph, config)
+
+    def variant(self, max_model_len: int, attention_implementation: str = "auto") -> "Model":
+        """The same weights with another context or attention, see `load`; "auto" leaves the attention as it is."""
+        other = copy(self)
+        other.max_model_len = context(self.config, self.dtype, max_model_len)
+        if attention_implementation != "auto":
+            found, choice = _implementations(attention_implementation, self.config, np.dtype(self.dtype).itemsize)
+            logger.info(choice)
+            other.implementations = found
+            other.graph, _ = build(self.config, self.dtype, found)
+            other._programs = Programs(other.graph, self.config)
+        return other
 
     def generate(
         self,
@@ -246,13 +259,20 @@ class Model:
         """
         return _served(self.scheduler(slots, policy), iter(requests), draft_interval(drafts))
 
-    def scheduler(self, slots: int | None = None, policy: Policy | None = None) -> Scheduler:
-        """Slots of this model's own, for whoever drives them; None is 8."""
+    def scheduler(
+        self,
+        slots: int | None = None,
+        policy: Policy | None = None,
+        *,
+        fixed: bool = False,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> Scheduler:
+        """Slots of this model's own, for whoever drives them; None is 8. fixed, prefill_chunk: see `Scheduler`."""
         if not isinstance(policy, Policy | None):
             raise ValueError(f"policy {policy!r} is not a dg.Policy; build one with dg.Policy(stop=...) and the like")
         slots = LARGEST_SLOTS if slots is None else _slots(slots, 1)
         parts = (self.config, self.params, self._programs, self.tokenizer, self.max_model_len)
-        return Scheduler(*parts, slots, policy or DEFAULT_POLICY)
+        return Scheduler(*parts, slots, policy or DEFAULT_POLICY, fixed=fixed, prefill_chunk=prefill_chunk)
 
     def _requests(
         self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, seed: int | None
@@ -359,21 +379,4 @@ def _list(value, name: str, expected: str) -> list:
 def _slots(slots: int | None, prompts: int) -> int:
     if slots is None:
         return min(LARGEST_SLOTS, 1 << max(0, prompts - 1).bit_length())
-    if not is_int(slots, 1) or slots > MOST_SLOTS:
-        raise ValueError(f"slots is {slots!r}; expected 1 .. {MOST_SLOTS}, or None to choose by the number of prompts")
-    return int(slots)
-
-
-def _context(config: Config, dtype: str, wanted: int | None) -> int:
-    """max_model_len as asked for, or the config's context lowered (and said so) to what memory holds for one row."""
-    limit = config.max_position_embeddings
-    if wanted is not None:
-        if not is_int(wanted, 2) or wanted > limit:
-            raise ValueError(f"max_model_len is {wanted!r}; expected an integer in 2 .. {limit}, the model's context")
-        return int(wanted)
-    full = [layer for layer in config.layers if layer.kind == "full"]
-    per_token = 2 * np.dtype(dtype).itemsize * sum(layer.num_key_value_heads * layer.head_dim for layer in full)
-    fits = free_bytes() // max(1, per_token)
-    if fits < limit:
-        print(f"dgemma: memory holds {fits} of the model's {limit} positions; max_model_len={fits}", file=sys.stderr)
-    return max(2, min(limit, fits))
+    return check_slots(slots)

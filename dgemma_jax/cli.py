@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from dgemma_jax import cli_bench
+from dgemma_jax.program_cache import keep_programs
+
 CONVERT = "Write a model in another layout or dtype. A run that was interrupted goes on where it stopped."
+SERVE = "Serve a model over HTTP with OpenAI's interface, documented at /docs, and a page that shows the canvas at /."
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
@@ -33,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if argv is None:
         # While modules are imported an exception would be lost in jax or leave them half-made.
-        signal.signal(signal.SIGINT, lambda *_: _leave(EXIT_INTERRUPTED))
+        signal.signal(signal.SIGINT, lambda *_: leave(EXIT_INTERRUPTED))
+        keep_programs()
     logging.basicConfig(format="dgemma: %(message)s")
     logging.getLogger("dgemma_jax.api").setLevel(logging.INFO)
     try:
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         if argv is None:
-            _leave(EXIT_INTERRUPTED)
+            leave(EXIT_INTERRUPTED)
         return EXIT_INTERRUPTED
 
 
@@ -57,7 +62,7 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Ends the process at once: XLA goes on with an interrupted compilation, and a normal shutdown would crash it."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -70,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help="answer prompts", description="Answer prompts."))
     _add_chat(commands.add_parser("chat", help="talk in the terminal", description="Talk with the model."))
     _add_convert(commands.add_parser("convert", help="write a model in another layout", description=CONVERT))
+    _add_serve(commands.add_parser("serve", help="answer over HTTP", description=SERVE))
+    cli_bench.add_arguments(commands.add_parser("bench", help="measure a server", description="Measure a server."))
     _add_inspect(commands.add_parser("inspect", help="tell what a model is", description="Tell what a model is."))
     return parser
 
@@ -95,6 +102,32 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     _add_model_and_knobs(parser)
 
 
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    add = parser.add_argument
+    add("--dtype", choices=("bfloat16", "float32", "float16"), help="of the weights (by default as they are stored)")
+    add("--served-model-name", metavar="NAME", help="what requests call the model (by default as --model)")
+    add("--max-num-seqs", "--slots", type=int, metavar="N", help="answers denoised together (by default what fits)")
+    add("--max-model-len", type=int, metavar="N", help="longest prompt plus answer in tokens (by default what fits)")
+    add("--pipeline-parallel-size", type=int, default=1, metavar="N", help="must be 1")
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on (%(default)s); 0 takes a free one")
+    add("--api-key", metavar="KEY", help="demand this bearer token (by default DGEMMA_API_KEY, if that is set)")
+    add("--max-queue", type=int, default=64, metavar="N", help="answers that may wait for a slot (%(default)s)")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="most seconds for an answer (%(default)g)")
+    add("--shutdown-timeout", type=float, default=30.0, metavar="S", help="seconds to finish answers in (%(default)g)")
+    add("--max-body-bytes", type=int, default=16 << 20, metavar="N", help="longest request (%(default)s)")
+    add(
+        "--log-interval",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds between two lines of figures (%(default)g)",
+    )
+    add("--vllm-metric-names", action="store_true", help="add vLLM's series to /metrics, and log its line")
+
+
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="directory (Hugging Face, converted, Google's Orbax), hub name, or tiny")
@@ -112,11 +145,16 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON object")
 
 
-def _add_model_and_knobs(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="tiny", help="directory, hub name in the local cache, or tiny (the default, bundled)")
     choices = "auto|reference|xla|pallas|triton"
     add("--attention-implementation", default="auto", metavar=choices, help="auto (the default) takes what suits here")
+
+
+def _add_model_and_knobs(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    add = parser.add_argument
     add("--seed", type=int, metavar="N", help="0 to 2**63 - 1; the same seed gives the same answer")
     add = parser.add_argument_group("sampling (by default what the model brings along)").add_argument
     add("--max-new-tokens", type=int, metavar="N", help="longest answer in tokens (by default the rest of the context)")

@@ -17,6 +17,7 @@ class Completion:
     finish_reason: "stop" for a stop id or string, "length" at max_new_tokens or the end of the context, "cancelled".
     steps: denoising steps of each canvas; tokens_per_step: len(tokens) / sum(steps).
     logprobs: log-probability (nats) of each token, None if not asked for. seed: repeats this answer.
+    top_logprobs: for each token the (id, log-probability) pairs that were likeliest there, None if not asked for.
     prompt_tokens: length of the prompt; cached_tokens: how many of them were encoded by an earlier request.
     stop: the stop string that ended the answer, None if none did.
     """
@@ -33,19 +34,26 @@ class Completion:
     prompt_tokens: int
     stop: str | None
     cached_tokens: int = 0
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass(frozen=True)
 class Draft:
     """The best guess at the whole canvas after denoising step `step`, counted from 1 in each canvas.
 
-    accepted: positions whose proposal this step kept; the others were drawn anew. entropy: mean of the canvas, in nats.
+    accepted: positions whose proposal this step kept; the others were drawn anew. entropies: of each position, in nats;
+    a pinned position has none.
     """
 
     tokens: list[int]
     step: int
     accepted: list[bool]
-    entropy: float
+    entropies: list[float]
+
+    @property
+    def entropy(self) -> float:
+        """The mean of the canvas, which the confidence threshold is compared with."""
+        return sum(self.entropies) / len(self.entropies)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,21 @@ from pathlib import Path
 import jax
 
 
-def free_bytes() -> int:
-    """Memory that arrays may still take: the device's own figure, on a CPU the host's free memory."""
+def free_bytes(fraction: float = 1.0) -> int:
+    """Memory that arrays may still take, out of `fraction` of all there is: the device's, on a CPU the host's."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+        total, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
+    else:
+        total, free = _host()
+    return max(0, free - int((1 - fraction) * total))
+
+
+def _host() -> tuple[int, int]:
+    """All of the host's memory, and what of it is available."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # free pages alone would leave out the file cache, which a big load has just filled
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return tuple(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, total

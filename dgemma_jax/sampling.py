@@ -23,6 +23,7 @@ class Unset(enum.Enum):
 
 
 UNSET = Unset.UNSET
+MOST_LOGPROBS = 20  # of the likeliest ids a position reports at most
 PLACEHOLDERS = ("<|image|>", "<|audio|>", "<|video|>")
 
 
@@ -120,6 +121,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop_token_ids": (_ids, _IDS),
     "suppress": (_ids, _IDS),
     "logprobs": (_flag, "True or False"),
+    "top_logprobs": (_integer(0, MOST_LOGPROBS), f"an integer in 0 .. {MOST_LOGPROBS}, or None for none"),
     "n": (_required(_integer(1)), "a positive integer"),
     "canvas": (_canvas, "a list of token ids, -1 where a random one is to stand, or None for a random canvas"),
     "pinned": (_flags, "a list of booleans, one per id of canvas, or None for none"),
@@ -140,6 +142,7 @@ class Sampling:
         before any temperature. Entropy, acceptance and stopping see what is left.
     seed: the request's random stream. stop: strings that end the text. stop_token_ids: ids that end it.
     suppress: ids that are never produced. logprobs: report each token's. n: answers per prompt.
+    top_logprobs: report so many of the likeliest ids at each token's place, without temperature or cut.
     canvas: what the first canvas starts from, instead of random ids; pinned: positions of it that stay as they are.
     """
 
@@ -158,6 +161,7 @@ class Sampling:
     stop_token_ids: Iterable[int] | Unset | None = UNSET
     suppress: Iterable[int] | Unset | None = UNSET
     logprobs: bool | Unset = UNSET
+    top_logprobs: int | Unset | None = UNSET
     n: int | Unset = UNSET
     canvas: Iterable[int] | Unset | None = UNSET
     pinned: Iterable[bool] | Unset | None = UNSET
@@ -231,6 +235,7 @@ BUILT_IN = Sampling(
     stop_token_ids=(),
     suppress=(),
     logprobs=False,
+    top_logprobs=None,
     n=1,
     canvas=(),
     pinned=(),

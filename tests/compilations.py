@@ -15,7 +15,10 @@ class Compilations(ExitStack):
         handler.emit = self._seen
         logger.addHandler(handler)
         self.callback(logger.removeHandler, handler)
-        self.enter_context(jax.log_compiles())
+        # Not jax.log_compiles(), which would see this thread alone and not an engine's worker.
+        before = jax.config.jax_log_compiles
+        jax.config.update("jax_log_compiles", True)
+        self.callback(jax.config.update, "jax_log_compiles", before)
         return self
 
     def _seen(self, record: logging.LogRecord) -> None:

@@ -1,3 +1,4 @@
+import jaxtyping
 import pytest
 
 
@@ -12,6 +13,14 @@ def pytest_addoption(parser):
 def soak(request) -> bool:
     """Whether to run the full counts."""
     return request.config.getoption("--soak")
+
+
+@pytest.fixture(scope="module")
+def abstract_arrays():
+    """For programs that are compiled and not run: annotations speak of arrays, and what stands for them is none."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_generate_tests(metafunc):

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import pytest
 
 from tests.full_size import Hlo, Programs, large_moves
 
+pytestmark = pytest.mark.usefixtures("abstract_arrays")
 PROGRAMS = Programs("float32")
 FAST = {"xla_backend_optimization_level": 0}  # of the machine code; what the program does with memory is the same
 
@@ -20,14 +20,6 @@ def compiled(program: tuple) -> tuple[Hlo, Any]:
     function, arguments = program
     done = function.lower(*arguments).compile(compiler_options=FAST)
     return Hlo(done.as_text()), done.memory_analysis()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def abstract_arrays():
-    """Annotations speak of arrays, and what stands for them here is none."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")

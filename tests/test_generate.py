@@ -129,11 +129,15 @@ def test_the_context_ends_the_answer_and_its_last_canvas_has_full_width(model):
         model.generate([[3] * 200])
 
 
-def test_chunks_of_a_long_prompt_do_not_show(model, monkeypatch):
+def test_chunks_of_a_long_prompt_do_not_show(model):
     prompt = list(range(3, 93)) + list(range(3, 83))
     whole = run(model, prompt)
-    monkeypatch.setattr("dgemma_jax.engine.scheduler.LARGEST_CHUNK", 32)
-    assert run(model, prompt).tokens == whole.tokens
+    for chunk in (1024, 32, 7):
+        scheduler = model.scheduler(4, prefill_chunk=chunk)
+        job = scheduler.submit(model.request(prompt, dg.Sampling(max_new_tokens=2 * C), seed=1))
+        while scheduler.busy:
+            scheduler.advance()
+        assert job.answer.completion() == whole
 
 
 def test_rows_at_rest_and_a_used_cache_leave_no_trace(model):

@@ -23,9 +23,9 @@ def model():
     return random_model(max_model_len=240)
 
 
-def scheduler(model) -> Scheduler:
+def scheduler(model, **how) -> Scheduler:
     parts = (model.config, model.params, model._programs, model.tokenizer, model.max_model_len)
-    return Scheduler(*parts, SLOTS, dg.Policy())
+    return Scheduler(*parts, SLOTS, dg.Policy(), **how)
 
 
 def request(model, prompt, **chosen):
@@ -123,9 +123,8 @@ def test_cancelling_frees_the_slot_in_the_middle_of_a_canvas(model):
     assert short.answer.completion().finish_reason == "length"
 
 
-def test_a_long_prompt_stalls_the_others_by_one_chunk_at_most(model, monkeypatch):
-    monkeypatch.setattr("dgemma_jax.engine.scheduler.LARGEST_CHUNK", 32)
-    engine = scheduler(model)
+def test_a_long_prompt_stalls_the_others_by_one_chunk_at_most(model):
+    engine = scheduler(model, prefill_chunk=32)
     chosen = {"max_denoising_steps": 20, "confidence_threshold": None}
     first = engine.submit(request(model, [5, 6], **chosen), drafts=1)
     engine.advance()

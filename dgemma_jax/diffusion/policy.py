@@ -24,7 +24,7 @@ class Knobs:
     """One number per row of all that shapes denoising in `dg.Sampling`; traced, so changing them compiles nothing.
 
     What Sampling switches off with None has a neutral value here: t_min = t_max = 1, confidence = -inf,
-    top_k = 0, top_p = 1.
+    top_k = 0, top_p = 1, top_logprobs = 0.
     """
 
     max_steps: Int32[Array, " B"]
@@ -36,12 +36,13 @@ class Knobs:
     draw_temperature: PerRow
     top_k: Int32[Array, " B"]
     top_p: PerRow
+    top_logprobs: Int32[Array, " B"]
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling]) -> "Knobs":
         """The knobs of a batch of fully resolved Sampling objects, as NumPy arrays."""
         rows = [_row(sampling) for sampling in samplings]
-        counts = {"max_steps", "stability", "top_k"}
+        counts = {"max_steps", "stability", "top_k", "top_logprobs"}
         kinds = [np.int32 if field.name in counts else np.float32 for field in fields(cls)]
         return cls(*(np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)))
 
@@ -59,6 +60,7 @@ def _row(s: Sampling) -> tuple[int | float, ...]:
         1.0 if s.temperature is None else s.temperature,
         0 if s.top_k is None else s.top_k,
         1.0 if s.top_p is None else s.top_p,
+        s.top_logprobs or 0,
     )
 
 

@@ -16,8 +16,10 @@ from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import step_keys
 from dgemma_jax.diffusion.step import CanvasState, select, start, update
 from dgemma_jax.functional import head_stats
-from dgemma_jax.model.transformer import merge
-from dgemma_jax.shapes import Array, Lengths, RowKeys, RowMask
+from dgemma_jax.kernels.vocab_head import Likeliest, likeliest
+from dgemma_jax.model.transformer import Transformer, merge
+from dgemma_jax.sampling import MOST_LOGPROBS
+from dgemma_jax.shapes import Array, CanvasHidden, Lengths, RowKeys, RowMask
 
 
 @jax.tree_util.register_dataclass
@@ -93,8 +95,22 @@ def one_pass(
     temperature = policy.schedule(state.steps, knobs)
     options = (slots.suppress, knobs.draw_temperature, knobs.top_k, knobs.top_p)
     stats = head_stats(model, hidden, temperature, now, *options)
-    state = update(state, stats, now, knobs, policy, config.vocab_size)
+    likeliest = _likeliest(model, hidden, state, knobs)
+    state = update(state, stats, likeliest, now, knobs, policy, config.vocab_size)
     index = slots.canvas_index + slots.committing
     fresh = start(config, slots.keys, index, slots.committing, str(state.soft.dtype))
     state = select(slots.committing, fresh, state)
     return cache, replace(slots, state=state, canvas_index=index, committing=jnp.zeros_like(slots.committing))
+
+
+def _likeliest(model: Transformer, hidden: CanvasHidden, state: CanvasState, knobs: Knobs) -> Likeliest:
+    """Of all slots if a running one asks, else what they had: a request that does not ask pays nothing for it."""
+    table, softcap = model.embedder.table[...], model.config.final_logit_softcapping
+    n = min(MOST_LOGPROBS, len(table))
+
+    def look() -> Likeliest:
+        found = likeliest(hidden, table, n, softcap)
+        missing = ((0, 0), (0, 0), (0, MOST_LOGPROBS - n))
+        return jax.tree.map(lambda array: jnp.pad(array, missing), found)
+
+    return jax.lax.cond(jnp.any(state.running & (knobs.top_logprobs > 0)), look, lambda: state.likeliest)

@@ -12,8 +12,9 @@ from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import start_canvas, step_keys
 from dgemma_jax.functional import denoise
-from dgemma_jax.kernels.vocab_head import HeadStats
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, PerRow, RowKeys, RowMask
+from dgemma_jax.kernels.vocab_head import HeadStats, Likeliest
+from dgemma_jax.sampling import MOST_LOGPROBS
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, RowKeys, RowMask
 
 
 @jax.tree_util.register_dataclass
@@ -22,18 +23,20 @@ class CanvasState:
     """What a step hands to the next. Rows that are not running never change.
 
     canvas: the noisy input of the next pass. best: the argmax canvas, which is what gets committed (-1 before the first
-    step). logprob: log-probability (nats) of each id of best in the step that found it. pinned: positions that keep
-    the id they have in canvas. accepted: positions whose proposal went into canvas. entropy: mean over the positions
-    that are not pinned (nats). soft: self-conditioning input, zero before the first step. streak: steps in a row that
+    step). logprob: log-probability (nats) of each id of best in the step that found it. likeliest: the ids that were
+    the likeliest in that step, of rows that ask for them. pinned: positions that keep
+    the id they have in canvas. accepted: positions whose proposal went into canvas. entropy: of each position (nats), 0
+    where pinned. soft: self-conditioning input, zero before the first step. streak: steps in a row that
     left best unchanged. steps: passes made. running: neither stopped nor out of steps.
     """
 
     canvas: Canvas
     best: Canvas
     logprob: Float32[Array, "B C"]
+    likeliest: Likeliest
     pinned: Bool[Array, "B C"]
     accepted: Bool[Array, "B C"]
-    entropy: PerRow
+    entropy: Float32[Array, "B C"]
     soft: CanvasHidden
     streak: Int32[Array, " B"]
     steps: Int32[Array, " B"]
@@ -48,9 +51,10 @@ def start(config: Config, keys: RowKeys, canvas_index: Lengths, active: RowMask,
         canvas=start_canvas(step_keys(keys, canvas_index, zeros), C, config.vocab_size),
         best=jnp.full((B, C), -1, jnp.int32),
         logprob=jnp.zeros((B, C), jnp.float32),
+        likeliest=Likeliest(jnp.zeros((B, C, MOST_LOGPROBS), jnp.int32), jnp.zeros((B, C, MOST_LOGPROBS), jnp.float32)),
         pinned=jnp.zeros((B, C), bool),
         accepted=jnp.zeros((B, C), bool),
-        entropy=jnp.zeros(B, jnp.float32),
+        entropy=jnp.zeros((B, C), jnp.float32),
         soft=jnp.zeros((B, C, config.hidden_size), dtype),
         streak=zeros,
         steps=zeros,
@@ -79,11 +83,17 @@ def step(
     how = {"suppress": suppress, "draw_temperature": knobs.draw_temperature}
     cut = {"top_k": knobs.top_k, "top_p": knobs.top_p}
     stats = denoise(graph, params, state.canvas, cache, state.soft, temperature, now, **how, **cut)
-    return update(state, stats, now, knobs, policy, suppress.shape[1])
+    return update(state, stats, state.likeliest, now, knobs, policy, suppress.shape[1])
 
 
 def update(
-    state: CanvasState, stats: HeadStats, now: RowKeys, knobs: Knobs, policy: Policy, vocab_size: int
+    state: CanvasState,
+    stats: HeadStats,
+    likeliest: Likeliest,
+    now: RowKeys,
+    knobs: Knobs,
+    policy: Policy,
+    vocab_size: int,
 ) -> CanvasState:
     """What the statistics of a pass make of the canvases of the running rows. now: the keys of the step.
 
@@ -99,9 +109,10 @@ def update(
         canvas=jnp.where(state.pinned, state.canvas, renoised),
         best=best,
         logprob=jnp.where(state.pinned, 0.0, stats.logprob),
+        likeliest=likeliest,
         pinned=state.pinned,
         accepted=accepted,
-        entropy=jnp.sum(entropy, axis=-1) / jnp.maximum(jnp.sum(~state.pinned, axis=-1), 1),
+        entropy=entropy,
         soft=stats.soft,
         streak=streak,
         steps=steps,

@@ -1,5 +1,7 @@
 """The jitted programs of one model: every device action of generation, built once, with all knobs traced."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -32,6 +34,12 @@ class Programs:
         self._take = jax.jit(partial(_take_cut, config), static_argnums=2)
         self._put = jax.jit(_put, donate_argnums=0)
         self._idle = jax.jit(partial(idle, config), static_argnums=2)
+
+    def compile(self, calls: Sequence[tuple]) -> None:
+        """Compile programs side by side; each of `calls` is a name and the arguments of a call that is to come."""
+        lowered = [getattr(self, f"_{name}").lower(*arguments) for name, *arguments in calls]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda program: program.compile(), lowered))
 
     def idle(self, keys: RowKeys, knobs: Knobs, dtype: str) -> Slots:
         """Slots at rest, see `diffusion.slots.idle`."""

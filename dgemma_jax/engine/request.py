@@ -9,6 +9,8 @@ from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.response import parse_response
 from dgemma_jax.text.tokenizer import Tokenizer
 
+Top = list[tuple[int, float]]  # the likeliest ids at a place and their log-probabilities
+
 
 class Turn(NamedTuple):
     """What it takes to read a model's turn of a conversation. in_thought: its prompt ends inside an open thought."""
@@ -41,6 +43,7 @@ class Answer:
     tokenizer: Tokenizer | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Top] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "cancelled"] | None = None
     stop_id: int | None = None
@@ -49,7 +52,9 @@ class Answer:
     told: int = 0  # tokens that are sure to stay, and were told
     tail: str = ""  # text before a stop string that belongs to no whole token
 
-    def take(self, canvas: Sequence[int], logprobs: Sequence[float], steps: int) -> Canvas:
+    def take(
+        self, canvas: Sequence[int], logprobs: Sequence[float], steps: int, top_logprobs: Sequence[Top] = ()
+    ) -> Canvas:
         """Add a finished canvas, up to the first stop id, stop string or the budget, whichever comes first.
 
         Tells the tokens that are new, but for those at the end that may turn out to begin a stop string.
@@ -65,6 +70,7 @@ class Answer:
         kept = room if end is None else end
         self.tokens += canvas[:kept]
         self.logprobs += logprobs[:kept]
+        self.top_logprobs += top_logprobs[:kept]
         sure = self._look_for_stop_strings()
         new, self.told = self.tokens[self.told : sure], sure
         return Canvas(tokens=new, steps=steps)
@@ -89,7 +95,8 @@ class Answer:
 
     def _cut(self, raw: str, at: int) -> None:
         kept = self._wholly_before(raw, at)
-        self.tokens, self.logprobs = self.tokens[:kept], self.logprobs[:kept]
+        for found in (self.tokens, self.logprobs, self.top_logprobs):
+            del found[kept:]
         self.tail = raw[len(self.tokenizer.decode(self.tokens)) : at]
 
     def _wholly_before(self, raw: str, at: int) -> int:
@@ -115,6 +122,7 @@ class Answer:
             prompt_tokens=len(self.request.ids),
             stop=self.stop,
             cached_tokens=self.cached_tokens,
+            top_logprobs=list(self.top_logprobs) if self.request.sampling.top_logprobs else None,
         )
 
     def _texts(self) -> tuple[str, str]:

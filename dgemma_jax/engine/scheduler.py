@@ -2,26 +2,30 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dgemma_jax.cache import init_cache
+from dgemma_jax.compilation import compilations
 from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import key_from_seed
+from dgemma_jax.engine.capacity import cache_bytes
 from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.programs import Programs
-from dgemma_jax.engine.request import Answer, Request
+from dgemma_jax.engine.request import Answer, Request, Top
 from dgemma_jax.engine.stats import EngineStats
 from dgemma_jax.events import Canvas, Draft, Finished
+from dgemma_jax.kernels.vocab_head import Likeliest
 from dgemma_jax.memory import free_bytes
-from dgemma_jax.sampling import BUILT_IN
+from dgemma_jax.sampling import BUILT_IN, Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
 
-SMALLEST_CHUNK, LARGEST_CHUNK = 32, 1024
+SMALLEST_CHUNK, PREFILL_CHUNK = 64, 1024  # tokens of a prompt that are encoded at once
 UNTIL_READY = 2**31 - 1
 
 
@@ -54,10 +58,36 @@ class Job:
     steps: int = 0
 
 
+class Told(NamedTuple):
+    """What the host reads of the slots after some passes; see `diffusion.step.CanvasState`. Arrays, a row per slot."""
+
+    ready: np.ndarray
+    steps: np.ndarray
+    best: np.ndarray
+    logprob: np.ndarray
+    likeliest: Likeliest | None
+    accepted: np.ndarray
+    entropy: np.ndarray
+
+    def draft(self, slot: int) -> Draft:
+        """The canvas as it is."""
+        row = (self.best[slot], self.steps[slot], self.accepted[slot], self.entropy[slot])
+        return Draft(*(figures.tolist() for figures in row))
+
+    def top(self, slot: int, n: int | None) -> list[Top]:
+        """For each position the `n` likeliest ids and their log-probabilities."""
+        if not n:
+            return []
+        ids, logprobs = self.likeliest.ids[slot, :, :n].tolist(), self.likeliest.logprobs[slot, :, :n].tolist()
+        return [list(zip(*position, strict=True)) for position in zip(ids, logprobs, strict=True)]
+
+
 class Scheduler:
     """Answers requests with a fixed number of slots; the cache lives as long as the scheduler.
 
-    prefixes: encoded prompts of earlier requests; at first without room for any.
+    prefixes: encoded prompts of earlier requests; at first without room for any. fixed: the cache holds max_model_len
+    positions from the start; otherwise it grows with the longest request, and programs are compiled anew for it.
+    prefill_chunk: most tokens of a prompt to be encoded before the others go on.
 
     `submit` and `cancel` only note what is wanted; `advance` does it. One thread may call these.
     """
@@ -71,33 +101,36 @@ class Scheduler:
         max_model_len: int,
         slots: int,
         policy: Policy,
+        *,
+        fixed: bool = False,
+        prefill_chunk: int = PREFILL_CHUNK,
     ):
+        if not is_int(prefill_chunk, 1):
+            raise ValueError(f"prefill_chunk is {prefill_chunk!r}; expected a positive number of tokens")
         self.config, self.params, self.programs = config, params, programs
         self.tokenizer, self.max_model_len, self.policy = tokenizer, max_model_len, policy
         self.dtype = str(params["embedder"]["table"].dtype)
         self.waiting: deque[Job] = deque()
         self.jobs: list[Job | None] = [None] * slots
-        capacity = self._bucket(config.sliding_window + 4 * config.canvas_length)
-        need = self._cache_bytes(capacity)
+        self.prefill_chunk = prefill_chunk
+        capacity = max_model_len if fixed else self._bucket(config.sliding_window + 4 * config.canvas_length)
+        need = slots * cache_bytes(config, capacity, self.dtype)
         if need > free_bytes():
             raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free")
         self.cache = init_cache(config, slots, capacity, self.dtype)
-        self.prefixes, self.stats = PrefixCache(0), EngineStats()
+        self.prefixes, self.stats = PrefixCache(0), EngineStats(slots=slots)
         self.slots = programs.idle(jnp.stack([key_from_seed(0)] * slots), Knobs.of([BUILT_IN] * slots), self.dtype)
-
-    @property
-    def largest_cache(self) -> int:
-        """Bytes that the slots' cache takes when all of them are full."""
-        return self._cache_bytes(self.max_model_len)
-
-    def _cache_bytes(self, capacity: int) -> int:
-        one = jax.eval_shape(lambda: jax.tree.leaves(init_cache(self.config, 1, capacity, self.dtype)))
-        return len(self.jobs) * sum(leaf.size * leaf.dtype.itemsize for leaf in one)
 
     @property
     def busy(self) -> bool:
         """Whether any request is not yet answered."""
         return bool(self.waiting) or any(self.jobs)
+
+    def snapshot(self) -> EngineStats:
+        """The counters as they are now."""
+        running = sum(job is not None for job in self.jobs)
+        now = {"waiting": len(self.waiting), "running": running, "prefix_hits": self.prefixes.hits}
+        return replace(self.stats, **now, compilations=compilations())
 
     def submit(self, request: Request, drafts: int | None = None) -> Job:
         """Queue a request; its events come out of `advance`."""
@@ -129,9 +162,18 @@ class Scheduler:
                 self.policy, self.params, self.cache, self.slots, active, committing, np.int32(allowance)
             )
             state = self.slots.state
-            told = (self.slots.ready, state.steps, state.best, state.logprob, state.accepted, state.entropy)
+            asked = any(job is not None and job.request.sampling.top_logprobs for job in self.jobs)
+            told = Told(
+                self.slots.ready,
+                state.steps,
+                state.best,
+                state.logprob,
+                state.likeliest if asked else None,
+                state.accepted,
+                state.entropy,
+            )
             told = jax.device_get(told)
-        return self._harvest(*told)
+        return self._harvest(told)
 
     def _drop_cancelled(self) -> Iterator[tuple[Job, Event]]:
         for job in [job for job in (*self.waiting, *self.jobs) if job is not None and job.cancelled]:
@@ -157,9 +199,10 @@ class Scheduler:
         job = pending[0]
         if not job.encoded:
             self._restore(job)
-        chunk = np.asarray(job.request.ids[job.encoded : job.encoded + LARGEST_CHUNK], np.int32)
+        chunk = np.asarray(job.request.ids[job.encoded : job.encoded + self.prefill_chunk], np.int32)
         self._make_room(job.encoded + len(chunk))
-        tokens = np.zeros((1, chunk_bucket(len(chunk))), np.int32)
+        size = next(size for size in chunk_sizes(self.prefill_chunk) if size >= len(chunk))
+        tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(chunk)] = chunk
         where = np.int32([job.slot, job.encoded, len(chunk)])
         with self.stats.clock("device_seconds"):
@@ -188,20 +231,36 @@ class Scheduler:
             row = self.programs.take(self.cache, np.int32(job.slot), self._bucket(job.encoded))
             self.prefixes.add(job.request.ids, row)
 
+    def warmup(self) -> int:
+        """Compile, before the first request, what serving needs; returns how many programs. The cache must be fixed."""
+        nobody, one = np.zeros(len(self.jobs), bool), np.int32(1)
+        tokens = [np.zeros((1, size), np.int32) for size in chunk_sizes(self.prefill_chunk)]
+        calls = [
+            ("advance", self.policy, self.params, self.cache, self.slots, nobody, nobody, one),
+            ("admit", self.slots, one, *self._admission(BUILT_IN, key_from_seed(0))),
+            *(("prefill", self.params, self.cache, chunk, one, one, one) for chunk in tokens),
+        ]
+        self.programs.compile(calls)
+        return len(calls)
+
     def _begin(self, job: Job) -> None:
         """Hand the request over to the device; its first canvas starts with the next pass."""
-        sampling, C = job.request.sampling, self.config.canvas_length
+        request = job.request
+        admission = self._admission(request.sampling, key_from_seed(request.seed, request.copy))
+        with self.stats.clock("device_seconds"):
+            self.slots = self.programs.admit(self.slots, np.int32(job.slot), *admission)
+        job.at_work = True
+
+    def _admission(self, sampling: Sampling, key: jax.Array) -> tuple:
+        """What the program `admit` wants of a request."""
+        C = self.config.canvas_length
         suppress = np.zeros((1, self.config.vocab_size), bool)
         suppress[0, list(sampling.suppress)] = True
         canvas, pinned = np.full((1, C), -1, np.int32), np.zeros((1, C), bool)
         if sampling.canvas:
             canvas[0, : len(sampling.canvas)] = sampling.canvas
             pinned[0, : len(sampling.pinned)] = sampling.pinned
-        key = key_from_seed(job.request.seed, job.request.copy)[None]
-        parts = (np.int32(job.slot), key, Knobs.of([sampling]), suppress, canvas, pinned)
-        with self.stats.clock("device_seconds"):
-            self.slots = self.programs.admit(self.slots, *parts)
-        job.at_work = True
+        return key[None], Knobs.of([sampling]), suppress, canvas, pinned
 
     def _until_draft(self) -> int:
         """Passes until the next draft is due."""
@@ -212,28 +271,22 @@ class Scheduler:
         ]
         return min(due, default=UNTIL_READY)
 
-    def _harvest(
-        self,
-        ready: np.ndarray,
-        steps: np.ndarray,
-        best: np.ndarray,
-        logprob: np.ndarray,
-        accepted: np.ndarray,
-        entropy: np.ndarray,
-    ) -> Iterator[tuple[Job, Event]]:
+    def _harvest(self, told: Told) -> Iterator[tuple[Job, Event]]:
         """Tell what the passes brought: drafts, finished canvases, and answers that are complete."""
         for job in [job for job in self.jobs if job is not None and job.at_work]:
             slot, seen = job.slot, job.steps
-            job.committing, job.steps = False, int(steps[slot])
+            self.stats.commits += job.committing
+            job.committing, job.steps = False, int(told.steps[slot])
             if job.drafts and job.steps != seen and job.steps % job.drafts == 0:
-                yield job, Draft(best[slot].tolist(), job.steps, accepted[slot].tolist(), float(entropy[slot]))
-            if ready[slot]:
-                yield from self._take(job, best[slot].tolist(), logprob[slot].tolist())
+                yield job, told.draft(slot)
+            if told.ready[slot]:
+                yield from self._take(job, told)
 
-    def _take(self, job: Job, canvas: list[int], logprobs: list[float]) -> Iterator[tuple[Job, Event]]:
+    def _take(self, job: Job, told: Told) -> Iterator[tuple[Job, Event]]:
         """Adds a finished canvas to its answer; an error in that, which is the tokenizer's, ends this request alone."""
         try:
-            event = job.answer.take(canvas, logprobs, job.steps)
+            canvas, logprobs = told.best[job.slot].tolist(), told.logprob[job.slot].tolist()
+            event = job.answer.take(canvas, logprobs, job.steps, told.top(job.slot, job.request.sampling.top_logprobs))
             ended = job.answer.finish_reason is not None and Finished(job.answer.completion())
         except Exception as error:
             self._leave(job)
@@ -242,11 +295,11 @@ class Scheduler:
             return
         self.stats.canvases += 1
         self.stats.denoising_steps += job.steps
+        self.stats.tokens += len(event.tokens)
         yield job, event
         if ended:
             self._leave(job)
             self.stats.finished += 1
-            self.stats.tokens += len(job.answer.tokens)
             yield job, ended
         else:
             self._commit(job)
@@ -281,6 +334,9 @@ def draft_interval(value: int | None) -> int | None:
     return value
 
 
-def chunk_bucket(length: int) -> int:
-    """The padded length of a prefill chunk: a power of two, so that few programs serve all prompts."""
-    return max(SMALLEST_CHUNK, 1 << (length - 1).bit_length())
+def chunk_sizes(largest: int) -> list[int]:
+    """The padded lengths of prefill chunks: few, so that few programs serve all prompts."""
+    sizes = [largest]
+    while sizes[0] > SMALLEST_CHUNK:
+        sizes.insert(0, max(SMALLEST_CHUNK, sizes[0] // 4))
+    return sizes

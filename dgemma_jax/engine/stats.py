@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 @dataclass
 class EngineStats:
-    """Sums since the start.
+    """Sums since the start, and what is going on now.
 
     requests: submitted; finished, cancelled, failed: how they ended. prompt_tokens: of requests whose prompt is
     encoded, cached_tokens: those of them that an earlier request had encoded. tokens, canvases, denoising_steps: of
-    finished canvases. busy_seconds: inside `Scheduler.advance`; device_seconds: the part of it spent in programs of the
-    device and in waiting for them.
+    finished canvases. commits: passes that encoded a finished canvas, counted by request. slots: how many there are;
+    waiting, running: requests without a slot and with one, now. prefix_hits: prompts that began with a kept one.
+    compilations: of the whole process, see `dgemma_jax.compilation`. busy_seconds: inside `Scheduler.advance`;
+    device_seconds: the part of it spent in programs of the device and in waiting for them.
     """
 
     requests: int = 0
@@ -27,6 +29,12 @@ class EngineStats:
     tokens: int = 0
     canvases: int = 0
     denoising_steps: int = 0
+    commits: int = 0
+    slots: int = 0
+    waiting: int = 0
+    running: int = 0
+    prefix_hits: int = 0
+    compilations: int = 0
     busy_seconds: float = 0.0
     device_seconds: float = 0.0
 

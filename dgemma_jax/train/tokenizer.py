@@ -120,7 +120,13 @@ def build(words: Iterable[str] = WORDS, syllables: Iterable[str] = SYLLABLES, si
     # its own, so that text which merely looks like a byte or an unused token is never looked up as one.
     pieces = "|".join([*map(_bounded, sorted(words, key=len, reverse=True)), *syllables, r"[\s\S]"])
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary((*words, *syllables), size), merges=[], unk_token="<unk>", byte_fallback=True, ignore_merges=True)
+        models.BPE(
+            vocab=vocabulary((*words, *syllables), size),
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+            ignore_merges=True,
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -4,12 +4,13 @@ Source: online softmax (arXiv 1805.02867) as in FlashAttention (arXiv 2205.14135
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32, Int32
 
-from dgemma_jax.kernels.mixed_attention.ranges import key_ranges
+from dgemma_jax.kernels.mixed_attention.ranges import Ranges, key_ranges
 from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
 
 BLOCK = 256
@@ -23,6 +24,16 @@ class Running:
     peak: Float32[Array, "B K G T"]
     total: Float32[Array, "B K G T"]
     out: Float32[Array, "B K G T H"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prefix:
+    """The cached keys and values, and how many positions of each row were written."""
+
+    k: CachedKeys
+    v: CachedKeys
+    length: Lengths
 
 
 def mixed_attention(
@@ -39,33 +50,84 @@ def mixed_attention(
     window: int | None,
     block: int = BLOCK,
 ) -> tuple[Queries, LogSums]:
-    """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. block: cached positions taken at once."""
+    """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. block: queries and keys taken at once."""
     B, T, N, H = q.shape
     K, S = k.shape[2], prefix_k.shape[1]
-    block = min(block, S)
-    grouped = q.reshape(B, T, K, N // K, H)
     ranges = key_ranges(prefix_length, own_length, causal, blocks, slots=S, tokens=T, window=window)
-    written = jnp.minimum(prefix_length, S)[:, None]
+    prefix = Prefix(prefix_k, prefix_v, prefix_length)
+    grouped = q.reshape(B, T, K, N // K, H)
+    if block >= T:
+        key = jnp.arange(T)
+        own = (key >= ranges.first[:, :, None]) & (key < ranges.last[:, :, None])
+        running = _add(_empty(grouped), grouped, k, v, own)
+        return _finish(_add_prefix(running, grouped, ranges.cached, prefix, block), q.dtype)
+
+    parts = -(-T // block)
+    split = partial(_split, parts=parts, block=block)
+    k, v = (jnp.pad(x, ((0, 0), (0, parts * block - T), (0, 0), (0, 0))) for x in (k, v))
+
+    def attend(part: tuple[Array, Ranges]) -> tuple[Queries, LogSums]:
+        queries, ranges = part
+        running = _add_own(_empty(queries), queries, k, v, ranges, block)
+        return _finish(_add_prefix(running, queries, ranges.cached, prefix, block), q.dtype)
+
+    out, log_sums = jax.lax.map(attend, (split(grouped), jax.tree.map(split, ranges)))
+    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, parts * block, *x.shape[3:])[:, :T]  # noqa: E731
+    return join(out), join(log_sums)
+
+
+def _split(x: Array, parts: int, block: int) -> Array:
+    """[B,T,...] as [parts,B,block,...], filled up with zeros: a query of which sees nothing."""
+    rest = [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, ((0, 0), (0, parts * block - x.shape[1]), *rest))
+    return jnp.moveaxis(x.reshape(x.shape[0], parts, block, *x.shape[2:]), 1, 0)
+
+
+def _add_own(running: Running, q: Float[Array, "B t K G H"], k: Keys, v: Keys, ranges: Ranges, block: int) -> Running:
+    """The running sums with the blocks of the pass's own keys that any of these queries sees."""
+    sees = ranges.last > ranges.first
+    begin = jnp.min(jnp.where(sees, ranges.first, k.shape[1])) // block
+    end = -(-jnp.max(jnp.where(sees, ranges.last, 0)) // block)
+
+    def visit(index: Int32[Array, ""], running: Running) -> Running:
+        key = index * block + jnp.arange(block)
+        mask = (key >= ranges.first[:, :, None]) & (key < ranges.last[:, :, None])
+        keys, values = (jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1) for x in (k, v))
+        return _add(running, q, keys, values, mask)
+
+    return jax.lax.fori_loop(begin, end, visit, running)
+
+
+def _add_prefix(
+    running: Running, q: Float[Array, "B t K G H"], cached: Int32[Array, "B t"], prefix: Prefix, block: int
+) -> Running:
+    """The running sums with the blocks of the prefix that hold anything; of a ring these are all once it is full."""
+    S = prefix.k.shape[1]
+    block, length = min(block, S), prefix.length[:, None]
+    written = jnp.minimum(length, S)
 
     def visit(index: Int32[Array, ""], running: Running) -> Running:
         begin = jnp.minimum(index * block, S - block)  # the last block may overlap the one before
         slot = begin + jnp.arange(block)
-        age = (prefix_length[:, None] - 1 - slot) % S  # 0: the newest position
+        age = (length - 1 - slot) % S  # 0: the newest position
         fresh = (age < written) & (slot >= index * block)
-        mask = fresh[:, None] & (age[:, None] < ranges.cached[:, :, None])
-        keys, values = (jax.lax.dynamic_slice_in_dim(x, begin, block, axis=1) for x in (prefix_k, prefix_v))
+        mask = fresh[:, None] & (age[:, None] < cached[:, :, None])
+        keys, values = (jax.lax.dynamic_slice_in_dim(x, begin, block, axis=1) for x in (prefix.k, prefix.v))
         # What was never written may be NaN, and 0 * NaN would poison the sum.
         values = jnp.where(fresh[:, :, None, None], values, 0)
-        return _add(running, grouped, keys.astype(k.dtype), values.astype(v.dtype), mask)
+        return _add(running, q, keys.astype(q.dtype), values.astype(q.dtype), mask)
 
-    key = jnp.arange(T)
-    own = (key >= ranges.first[:, :, None]) & (key < ranges.last[:, :, None])
-    running = _add(_empty(grouped), grouped, k, v, own)
-    used = -(-jnp.max(written) // block)
-    running = jax.lax.fori_loop(0, used, visit, running)
+    used = jnp.where(jnp.any(cached > 0), -(-jnp.max(written) // block), 0)  # late queries may be past their window
+    return jax.lax.fori_loop(0, used, visit, running)
+
+
+def _finish(running: Running, dtype: jnp.dtype) -> tuple[Queries, LogSums]:
+    """Weighted means and log-sums per query; zeros and -inf for one that saw nothing."""
+    B, K, G, T, H = running.out.shape
     out = running.out / jnp.where(running.total == 0, 1.0, running.total)[..., None]
+    out = jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, H).astype(dtype)
     log_sums = running.peak + jnp.log(running.total)
-    return jnp.moveaxis(out, 3, 1).reshape(B, T, N, H).astype(q.dtype), jnp.moveaxis(log_sums, 3, 1).reshape(B, T, N)
+    return out, jnp.moveaxis(log_sums, 3, 1).reshape(B, T, K * G)
 
 
 def _empty(q: Float[Array, "B T K G H"]) -> Running:

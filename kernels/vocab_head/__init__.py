@@ -6,10 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
 from dgemma_jax.kernels.vocab_head import reference, xla
-from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
+from dgemma_jax.kernels.vocab_head.likeliest import likeliest
+from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats, Likeliest
 from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, PerRow, Table
 
-__all__ = ["TILE", "HeadStats", "vocab_head"]
+__all__ = ["TILE", "HeadStats", "Likeliest", "likeliest", "vocab_head"]
 
 IMPLEMENTATIONS = {"reference": reference.vocab_head, "xla": xla.vocab_head}
 
@@ -27,7 +28,6 @@ def vocab_head(
     top_k: Lengths | None = None,
     top_p: PerRow | None = None,
     ids: Canvas | None = None,
-    top: int = 0,
     implementation: Literal["auto", "reference", "xla"] = "auto",
 ) -> HeadStats:
     """Soft-capped logits of every position, reduced to argmax, proposal, entropy, log-probability and soft embedding.
@@ -36,10 +36,8 @@ def vocab_head(
     0 and 1 leave a row whole, None all rows), temperature[b] > 0; the proposal's logits are divided by
     draw_temperature[b] once more (0: the proposal is the argmax). uniforms: U = 1 + ceil(V / TILE) numbers in [0, 1)
     per position, see `reference.draw`. scale: the embedding's factor, sqrt(D) rounded to the table's dtype.
-    ids: in 0 .. V - 1, whose log-probabilities to report. top: how many of the likeliest ids to report, 0 .. V.
+    ids: in 0 .. V - 1, whose log-probabilities to report.
     """
-    if not 0 <= top <= table.shape[0]:
-        raise ValueError(f"vocab_head: top is {top}; expected 0 .. {table.shape[0]}, the size of the vocabulary")
     if top_k is not None or top_p is not None:
         rows = hidden.shape[0]
         top_k = jnp.zeros(rows, jnp.int32) if top_k is None else top_k
@@ -50,4 +48,4 @@ def vocab_head(
             f"vocab_head: implementation {name!r} is unknown; choose from auto, {', '.join(IMPLEMENTATIONS)}"
         )
     inputs = (hidden, table, temperature, draw_temperature, uniforms, suppress, top_k, top_p)
-    return IMPLEMENTATIONS[name](*inputs, softcap=softcap, scale=scale, ids=ids, top=top)
+    return IMPLEMENTATIONS[name](*inputs, softcap=softcap, scale=scale, ids=ids)

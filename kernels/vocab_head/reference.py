@@ -69,7 +69,6 @@ def vocab_head(
     softcap: float,
     scale: float,
     ids: Canvas | None = None,
-    top: int = 0,
 ) -> HeadStats:
     """See `dgemma_jax.kernels.vocab_head.vocab_head`."""
     logits = capped_logits(hidden, table, softcap)
@@ -87,7 +86,6 @@ def vocab_head(
     sample = draw(jnp.exp(shifted / divisor[:, None, None]), uniforms)
     lse = jax.nn.logsumexp(logits, axis=-1)
     logprob = lambda ids: jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0] - lse  # noqa: E731
-    largest, top_ids = jax.lax.top_k(logits, top) if top else (None, None)
     return HeadStats(
         argmax=argmax,
         sample=jnp.where(greedy[:, None], argmax, sample),
@@ -95,6 +93,4 @@ def vocab_head(
         logprob=logprob(argmax),
         soft=soft_embedding(weights / total[..., None], table, scale),
         id_logprob=None if ids is None else logprob(ids),
-        top_ids=top_ids,
-        top_logprobs=largest - lse[..., None] if top else None,
     )

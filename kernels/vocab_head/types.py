@@ -18,8 +18,7 @@ class HeadStats:
     argmax: most probable allowed id, the lowest on ties. sample: the proposal. entropy: nats, of the tempered allowed
     distribution. logprob: of argmax, from the soft-capped logits without temperature or mask. soft: expected scaled
     embedding under the tempered allowed distribution, the next step's self-conditioning input.
-    Only where asked for, and like logprob without temperature or mask: id_logprob, of given ids; top_ids, the n
-    likeliest ids from the likeliest on, the lower first on ties, and top_logprobs, theirs.
+    id_logprob: only where asked for, of given ids and like logprob without temperature or mask.
     """
 
     argmax: Canvas
@@ -28,5 +27,15 @@ class HeadStats:
     logprob: Float32[Array, "B C"]
     soft: CanvasHidden
     id_logprob: Float32[Array, "B C"] | None = None
-    top_ids: Int32[Array, "B C n"] | None = None
-    top_logprobs: Float32[Array, "B C n"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Likeliest:
+    """The n likeliest ids of every position, from the likeliest on, the lower first on ties, and their log-probability.
+
+    Of the soft-capped logits, without temperature or mask.
+    """
+
+    ids: Int32[Array, "B C n"]
+    logprobs: Float32[Array, "B C n"]

@@ -37,12 +37,10 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Raw:
-    """Of the logits seen so far: log of the sum of exp, the logits of given ids, the largest and their ids."""
+    """Of the logits seen so far: log of the sum of exp, and the logits of given ids."""
 
     lse: Float32[Array, "B C"]
     given: Float32[Array, "B C"] | None
-    top: Float32[Array, "B C n"] | None
-    top_ids: Int32[Array, "B C n"] | None
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +83,6 @@ def vocab_head(
     softcap: float,
     scale: float,
     ids: Canvas | None = None,
-    top: int = 0,
     chunk: int | None = None,
 ) -> HeadStats:
     """See `dgemma_jax.kernels.vocab_head.vocab_head`. chunk: ids at a time, a multiple of TILE; None: `chunk_size`.
@@ -99,7 +96,7 @@ def vocab_head(
         return capped_logits(hidden, jax.lax.dynamic_slice_in_dim(table, start, size, axis=0), softcap)
 
     how = {"softcap": softcap, "scale": scale, "chunk": chunk}
-    stats = _stream(logits, hidden.shape[1], table, rows, None, ids, top, **how)
+    stats = _stream(logits, hidden.shape[1], table, rows, None, ids, **how)
     if top_k is None:
         return stats
     return _truncated(stats, hidden, table, rows, top_k, top_p, **how)
@@ -121,7 +118,8 @@ def _truncated(
 
     The floor and what is summed above it come from the same logits: computed twice they could differ in the last bit.
     """
-    C, n = hidden.shape[1], positions_at_once(hidden.shape[1], len(table))
+    B, C, n = *hidden.shape[:2], positions_at_once(hidden.shape[1], len(table))
+    chunk = chunk or chunk_size(B * C, table)  # of the whole canvas: few positions would cut out half of the table
     groups = -(-C // n)
     asks = (top_k > 0) | (top_p < 1)
     asking = jnp.nonzero(asks, size=len(asks), fill_value=0)[0].astype(jnp.int32)
@@ -139,7 +137,6 @@ def _truncated(
             mine,
             truncation.floor(allowed, top_k[row], top_p[row], softcap),
             None,
-            0,
             softcap=softcap,
             scale=scale,
             chunk=chunk,
@@ -158,7 +155,6 @@ def _stream(
     rows: Rows,
     floor: Float32[Array, "B C"] | None,
     ids: Canvas | None,
-    top: int,
     *,
     softcap: float,
     scale: float,
@@ -186,7 +182,7 @@ def _stream(
         weights = jax.lax.cond(same, lambda: weights, lambda: _weights(allowed, running.peak, divisor))
         return running, _tiles(weights, running.peak, inside, start)
 
-    running, whole = _empty((B, C, D), softcap, ids is not None, top), V // chunk * chunk
+    running, whole = _empty((B, C, D), softcap, ids is not None), V // chunk * chunk
     pieces = []
     if whole:
         starts = jnp.arange(0, whole, chunk, dtype=jnp.int32)
@@ -204,8 +200,6 @@ def _stream(
         logprob=running.peak - running.raw.lse,
         soft=(running.soft / running.total[..., None] * scale).astype(table.dtype),
         id_logprob=None if ids is None else running.raw.given - running.raw.lse,
-        top_ids=running.raw.top_ids,
-        top_logprobs=running.raw.top - running.raw.lse[..., None] if top else None,
     )
 
 
@@ -224,14 +218,13 @@ def positions_at_once(C: int, V: int) -> int:
     return max(1, min(MOST_POSITIONS, C // 4, TEMPORARY_BYTES // (2 * 4 * V)))
 
 
-def _empty(shape: tuple[int, int, int], softcap: float, given: bool, top: int) -> Running:
+def _empty(shape: tuple[int, int, int], softcap: float, given: bool) -> Running:
     B, C, D = shape
     zeros = jnp.zeros((B, C), jnp.float32)
     # No soft-capped logit lies below -softcap, so this start is finite and never the maximum of a real distribution.
     peak = jnp.full((B, C), -softcap, jnp.float32)
     nothing = jnp.full((B, C), -jnp.inf, jnp.float32)
-    largest = jnp.full((B, C, top), -jnp.inf, jnp.float32) if top else None
-    raw = Raw(nothing, zeros if given else None, largest, jnp.zeros((B, C, top), jnp.int32) if top else None)
+    raw = Raw(nothing, zeros if given else None)
     return Running(peak, jnp.zeros((B, C), jnp.int32), zeros, zeros, jnp.zeros((B, C, D), jnp.float32), raw)
 
 
@@ -270,19 +263,12 @@ def _add(
 
 def _add_raw(old: Raw, logits: Logits, start: Int32[Array, ""], ids: Canvas | None) -> Raw:
     """The figures of the logits with a chunk added, whose first id is `start`."""
-    size = logits.shape[-1]
-    given, top, top_ids = old.given, old.top, old.top_ids
+    given, size = old.given, logits.shape[-1]
     if given is not None:
         inside = (ids >= start) & (ids < start + size)
         found = jnp.take_along_axis(logits, jnp.clip(ids - start, 0, size - 1)[..., None], axis=-1)[..., 0]
         given = jnp.where(inside, found, given)
-    if top is not None:
-        n = top.shape[-1]
-        largest, at = jax.lax.top_k(logits, min(n, size))
-        # What was seen before comes first: on ties the lower id stays in front.
-        top, at_both = jax.lax.top_k(jnp.concatenate([top, largest], axis=-1), n)
-        top_ids = jnp.take_along_axis(jnp.concatenate([top_ids, at + start], axis=-1), at_both, axis=-1)
-    return Raw(jnp.logaddexp(old.lse, jax.nn.logsumexp(logits, axis=-1)), given, top, top_ids)
+    return Raw(jnp.logaddexp(old.lse, jax.nn.logsumexp(logits, axis=-1)), given)
 
 
 def _tiles(

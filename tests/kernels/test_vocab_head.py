@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from dgemma_jax.diffusion.random import key_from_seed, proposal_uniforms
-from dgemma_jax.kernels.vocab_head import IMPLEMENTATIONS, TILE, vocab_head, xla
+from dgemma_jax.kernels.vocab_head import IMPLEMENTATIONS, TILE, likeliest, vocab_head, xla
 
 V, D, CAP = TILE + 300, 24, 30.0
 # One tile at a time: with V above a tile, chunks and a tail are merged.
 IMPLEMENTATIONS["xla in chunks"] = partial(xla.vocab_head, chunk=TILE)
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-run = jax.jit(vocab_head, static_argnames=("softcap", "scale", "implementation", "top"))
+run = jax.jit(vocab_head, static_argnames=("softcap", "scale", "implementation"))
 
 
 def head(logits, implementation, temperature=1.0, draw=1.0, suppress=None, seed=0, cap=CAP, table=None, **truncate):
@@ -297,24 +297,30 @@ def test_logits_of_all_ids_exist_for_a_few_positions_only():
 
 
 @each
-@pytest.mark.parametrize("top", [1, 5])
-def test_log_probabilities_of_given_and_of_the_likeliest_ids(implementation, top):
-    """Without temperature, mask or cut, whatever these are; three ids tie, two of them in the second tile."""
+def test_log_probabilities_of_given_ids(implementation):
+    """Without temperature, mask or cut, whatever these are."""
     rng = np.random.default_rng(9)
     logits = rng.normal(0, 3, (7, V)).astype(np.float32)
-    logits[:, [2300, 40, 2100]] = 20.0
     ids = rng.integers(0, V, (1, 7)).astype(np.int32)
-    asked = {"ids": jnp.asarray(ids), "top": top} | truncation(3, 0.5)
+    asked = {"ids": jnp.asarray(ids)} | truncation(3, 0.5)
     suppress = jnp.zeros((1, V), bool).at[0, 40].set(True)
     got = head(logits, implementation, temperature=0.6, suppress=suppress, **asked)
     z = CAP * np.tanh(logits.astype(np.float64) / CAP)
     logprobs = z - np.log(np.exp(z).sum(-1, keepdims=True))
-    order = np.argsort(-z, axis=-1, kind="stable")[:, :top]
-    assert np.array_equal(got.top_ids[0], order)
-    np.testing.assert_allclose(got.top_logprobs[0], np.take_along_axis(logprobs, order, -1), atol=1e-4)
     np.testing.assert_allclose(got.id_logprob[0], logprobs[range(7), ids[0]], atol=1e-4)
 
 
-def test_more_of_the_likeliest_than_there_are_is_refused():
-    with pytest.raises(ValueError, match=r"top is 11; expected 0 .. 10, the size of the vocabulary"):
-        head(np.zeros((1, 10)), "auto", top=11)
+@pytest.mark.parametrize("chunk", [None, TILE])
+@pytest.mark.parametrize("n", [1, 5])
+def test_the_likeliest_ids(n, chunk):
+    """Three ids tie, two of them in the second tile."""
+    logits = np.random.default_rng(9).normal(0, 3, (7, V)).astype(np.float32)
+    logits[:, [2300, 40, 2100]] = 20.0
+    got = jax.jit(likeliest, static_argnums=(2, 3, 4))(jnp.eye(7)[None], jnp.asarray(logits.T), n, CAP, chunk)
+    z = CAP * np.tanh(logits.astype(np.float64) / CAP)
+    order = np.argsort(-z, axis=-1, kind="stable")[:, :n]
+    assert np.array_equal(got.ids[0], order)
+    expected = np.take_along_axis(z - np.log(np.exp(z).sum(-1, keepdims=True)), order, -1)
+    np.testing.assert_allclose(got.logprobs[0], expected, atol=1e-4)
+    with pytest.raises(ValueError, match=r"n is 8; expected 1 .. 7, the size of the vocabulary"):
+        likeliest(jnp.zeros((1, 1, 2)), jnp.zeros((7, 2)), 8, CAP)

@@ -1,0 +1,51 @@
+"""The likeliest ids of every position and their log-probabilities: a pass over the table for those who ask."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float32, Int32
+
+from dgemma_jax.kernels.vocab_head.reference import capped_logits
+from dgemma_jax.kernels.vocab_head.types import Likeliest
+from dgemma_jax.kernels.vocab_head.xla import chunk_size
+from dgemma_jax.shapes import Array, CanvasHidden, Logits, Table
+
+Running = tuple[Float32[Array, "B C"], Float32[Array, "B C n"], Int32[Array, "B C n"]]
+
+
+def likeliest(hidden: CanvasHidden, table: Table, n: int, softcap: float, chunk: int | None = None) -> Likeliest:
+    """The `n` ids with the largest soft-capped logits, without temperature or mask; n in 1 .. V.
+
+    Chunk by chunk, as the head goes: [B, C, V] never exists. chunk: ids at a time; None: the head's `chunk_size`.
+    """
+    (B, C), V = hidden.shape[:2], table.shape[0]
+    if not 1 <= n <= V:
+        raise ValueError(f"likeliest: n is {n}; expected 1 .. {V}, the size of the vocabulary")
+    chunk = chunk or chunk_size(B * C, table)
+
+    def visit(running: Running, start: Int32[Array, ""], size: int) -> Running:
+        logits = capped_logits(hidden, jax.lax.dynamic_slice_in_dim(table, start, size, axis=0), softcap)
+        return _add(running, logits, start)
+
+    running: Running = (
+        jnp.full((B, C), -jnp.inf, jnp.float32),
+        jnp.full((B, C, n), -jnp.inf, jnp.float32),
+        jnp.zeros((B, C, n), jnp.int32),
+    )
+    whole = V // chunk * chunk
+    if whole:
+        starts = jnp.arange(0, whole, chunk, dtype=jnp.int32)
+        running, _ = jax.lax.scan(lambda carry, start: (visit(carry, start, chunk), None), running, starts)
+    if whole < V:
+        running = visit(running, jnp.int32(whole), V - whole)
+    lse, largest, ids = running
+    return Likeliest(ids, largest - lse[..., None])
+
+
+def _add(old: Running, logits: Logits, start: Int32[Array, ""]) -> Running:
+    lse, largest, ids = old
+    n, size = largest.shape[-1], logits.shape[-1]
+    found, at = jax.lax.top_k(logits, min(n, size))
+    # What was seen before comes first: on ties the lower id stays in front.
+    largest, place = jax.lax.top_k(jnp.concatenate([largest, found], axis=-1), n)
+    ids = jnp.take_along_axis(jnp.concatenate([ids, at + start], axis=-1), place, axis=-1)
+    return jnp.logaddexp(lse, jax.nn.logsumexp(logits, axis=-1)), largest, ids

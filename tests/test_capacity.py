@@ -1,0 +1,152 @@
+"""What an engine takes of the device, and what it compiles before it serves."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+import dgemma_jax as dg
+from dgemma_jax.engine import capacity
+from dgemma_jax.engine.scheduler import chunk_sizes
+from dgemma_jax.parallel import check_parallel
+from tests.compilations import Compilations
+from tests.full_size import TEXT_26B as LARGE
+from tests.random_models import SMALL, random_model
+from tests.test_generate import small_tokenizer
+
+GB = 10**9
+SHORT = dg.Sampling(max_new_tokens=SMALL.canvas_length + 4)
+
+
+pytestmark = pytest.mark.usefixtures("abstract_arrays")  # the warm-up compiles without running
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(tokenizer=small_tokenizer(), max_model_len=200)
+
+
+def planned(monkeypatch, free: int, slots=None, max_model_len=None, prefix=None, platform="gpu") -> capacity.Plan:
+    monkeypatch.setattr(capacity, "free_bytes", lambda fraction: int(fraction * free))
+    monkeypatch.setattr(capacity.jax, "default_backend", lambda: platform)
+    return capacity.plan(LARGE, "bfloat16", slots, max_model_len, LARGE.max_position_embeddings, prefix, 0.9)
+
+
+def test_slots_are_what_memory_leaves(monkeypatch):
+    """26B: a slot of 8,192 positions takes 0.38 GB of cache, a tenth for prefixes, and its share of a pass."""
+    one = capacity.cache_bytes(LARGE, 8192, "bfloat16")
+    assert 0.37 * GB < one < 0.38 * GB
+    found = [planned(monkeypatch, free, max_model_len=8192).slots for free in (GB, 2 * GB, 10 * GB, 80 * GB)]
+    assert found == [1, 2, 16, 64]
+    assert planned(monkeypatch, 80 * GB, max_model_len=8192, platform="cpu").slots == 8
+    assert planned(monkeypatch, 2 * GB, max_model_len=8192, prefix=GB).slots == 1
+    assert planned(monkeypatch, 80 * GB, max_model_len=8192).prefix_cache_bytes == int(0.1 * 64 * one)
+
+
+def test_chosen_slots_share_what_memory_leaves(monkeypatch):
+    whole = planned(monkeypatch, 200 * GB, slots=4)
+    assert whole.max_model_len == LARGE.max_position_embeddings
+    less = planned(monkeypatch, 10 * GB, slots=4)
+    assert 1024 < less.max_model_len < LARGE.max_position_embeddings
+    again = planned(monkeypatch, 10 * GB, slots=4, max_model_len=less.max_model_len)
+    assert again == less
+    with pytest.raises(ValueError, match=r"^4 slots of [\d,]+ positions take [\d,]+ bytes, 9,000,000,000 are free: .*"):
+        planned(monkeypatch, 10 * GB, slots=4, max_model_len=less.max_model_len + 1)
+
+
+def test_what_does_not_fit_at_all_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"1 slots of 262,144 positions take .* bytes, 900,000 are free: lower slots"):
+        planned(monkeypatch, 10**6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": 0},
+        {"max_model_len": 1},
+        {"max_model_len": 10**9},
+        {"memory_fraction": 0},
+        {"memory_fraction": 1.5},
+        {"memory_fraction": "all"},
+        {"prefill_chunk": 0},
+        {"prefix_cache_bytes": -1},
+        {"attention_implementation": "flash_attn"},
+    ],
+)
+def test_bad_settings_are_refused(model, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]) as error:
+        dg.Engine(model, **wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_a_shorter_context_holds_for_the_requests(model):
+    with dg.Engine(model, slots=2, max_model_len=100, prefill_chunk=16) as engine:
+        with pytest.raises(ValueError, match="leaves no room in a context of 100"):
+            engine.submit([5] * 100)
+        answer = engine.submit([5] * 90, dg.Sampling(seed=1)).result(300)
+    assert (len(answer.tokens), answer.finish_reason) == (10, "length")
+    assert model.max_model_len == 200
+
+
+def test_another_attention_gives_the_same(model):
+    sampling = replace(SHORT, seed=3)
+    with dg.Engine(model, slots=2, attention_implementation="reference") as engine:
+        assert engine.model.implementations.attention == "reference"
+        other = engine.submit([5, 6, 7], sampling).result(300)
+    assert other.tokens == model.generate([[5, 6, 7]], sampling, slots=2)[0].tokens
+
+
+def test_after_the_warm_up_nothing_is_compiled(model, tmp_path, caplog):
+    """At most six programs, kept on disk; then no request compiles, whatever it asks for."""
+    asked = [{"top_k": 5}, {"top_logprobs": 3, "logprobs": True}, {"temperature": 0.0}, {"max_denoising_steps": 3}]
+    with dg.Engine(model, slots=2, prefix_cache_bytes=0, prefill_chunk=256, compilation_cache=tmp_path) as engine:
+        with caplog.at_level(logging.INFO, "dgemma_jax"), Compilations() as first:
+            assert engine.warmup() > 0
+        assert 2 <= len(first.names) <= 6
+        with Compilations() as later:
+            before = engine.stats.compilations
+            handles = [engine.submit([5] * n, replace(SHORT, seed=n, **asked[n % 4])) for n in (1, 2, 3, 70, 150)]
+            assert all(handle.result(300).tokens for handle in handles)
+            assert engine.stats.compilations == before
+        assert later.names == []
+    assert "programs compiled in" in caplog.text
+    assert any(file.name.startswith("jit__advance") for file in tmp_path.iterdir())
+
+
+def test_chunks_come_in_few_sizes():
+    assert chunk_sizes(1024) == [64, 256, 1024]
+    assert chunk_sizes(7) == [7]
+    assert chunk_sizes(100) == [64, 100]
+
+
+def test_the_likeliest_ids_of_every_token(model):
+    """Beside rows that do not ask, cut like the tokens; the first is the token itself where nothing was suppressed."""
+    plain = dg.Sampling(max_new_tokens=SMALL.canvas_length + 4, seed=1, logprobs=True)
+    asks = replace(plain, top_logprobs=3)
+    expected, answer = model.generate([[5, 6], [5, 6]], [plain, asks], slots=2)
+    assert expected.top_logprobs is None
+    assert replace(answer, top_logprobs=None) == expected
+    assert [len(found) for found in answer.top_logprobs] == [3] * len(answer.tokens)
+    for id, logprob, found in zip(answer.tokens, answer.logprobs, answer.top_logprobs, strict=True):
+        assert found[0][0] == id
+        assert found[0][1] == pytest.approx(logprob, abs=1e-5)
+        assert [value for _, value in found] == sorted((value for _, value in found), reverse=True)
+    with pytest.raises(ValueError, match=r"top_logprobs is 21; expected an integer in 0 .. 20"):
+        dg.Sampling(top_logprobs=21)
+
+
+@pytest.mark.parametrize("axes", [["data", "Pipe"], ["pp"], ["stage", "tensor"], ["pipeline"]])
+def test_a_pipeline_is_refused_by_the_name_of_an_axis(axes):
+    with pytest.raises(ValueError, match="canvas state advances only where the sampler runs.*data, expert or tensor"):
+        check_parallel(axes)
+
+
+@pytest.mark.parametrize("size", [0, 2, -1, None, "2"])
+def test_a_pipeline_is_refused_by_its_size(size):
+    with pytest.raises(ValueError, match=f"pipeline_parallel_size is {size!r}; "):
+        check_parallel(pipeline_parallel_size=size)
+
+
+def test_other_axes_are_let_through():
+    check_parallel(["data", "expert", "tensor"])
+    check_parallel()

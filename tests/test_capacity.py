@@ -137,7 +137,7 @@ def test_the_likeliest_ids_of_every_token(model):
 
 @pytest.mark.parametrize("axes", [["data", "Pipe"], ["pp"], ["stage", "tensor"], ["pipeline"]])
 def test_a_pipeline_is_refused_by_the_name_of_an_axis(axes):
-    with pytest.raises(ValueError, match="canvas state advances only where the sampler runs.*data, expert or tensor"):
+    with pytest.raises(ValueError, match=r"canvas state advances only where the sampler runs.*data, expert or tensor"):
         check_parallel(axes)
 
 

@@ -3,6 +3,7 @@
 XLA's CPU compiler casts bf16 weights whole, so fp32 stands for them; `make gpu-aot` does the same in bf16 for GPUs.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -46,6 +47,19 @@ def test_encoding_a_chunk_works_in_the_donated_cache():
     assert memory.alias_size_in_bytes == sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(PROGRAMS.cache)
     )
+
+
+@pytest.mark.slow
+def test_encoding_a_chunk_takes_no_more_memory_behind_a_long_prompt():
+    """A chunk of 1,024 tokens of a sliding and a full layer, in a cache of 8,192 positions and of 131,072."""
+    config = replace(PROGRAMS.config, layers=PROGRAMS.config.layers[4:6])
+    assert {layer.kind for layer in config.layers} == {"sliding", "full"}
+    temps = [
+        compiled(Programs("float32", capacity=capacity, config=config).encode())[1].temp_size_in_bytes
+        for capacity in (8192, 131_072)
+    ]
+    assert temps[1] <= temps[0] + (1 << 20)
+    assert temps[0] < 300 << 20
 
 
 def test_a_copy_of_a_weight_inside_a_loop_is_found():

@@ -69,6 +69,7 @@ def test_the_wheel_runs_elsewhere(tmp_path):
     assert "dgemma_jax/kernels/mixed_attention/reference.py" in names
     assert "dgemma_jax/convert/hf.py" in names
     assert "dgemma_jax/assets/tiny/model.safetensors" in names
+    assert "dgemma_jax/serve/static/index.html" in names
     code = (
         "import dgemma_jax as dg; print(dg.__file__)\n"
         "model = dg.load('tiny')\n"

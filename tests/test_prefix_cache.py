@@ -78,3 +78,24 @@ def test_a_snapshot_fits_a_cache_that_has_grown(model):
         found = answer(engine, [1, 2, 3, 4, 5])
         assert found.cached_tokens == 3
         assert replace(found, cached_tokens=0) == cold(model, [1, 2, 3, 4, 5])
+
+
+def test_prompts_in_turn_and_one_that_goes_on(model):
+    """A, B, A, A with more behind it: what was encoded for one never serves the other."""
+    a, b = [3 + i % 50 for i in range(60)], [60 - i % 50 for i in range(60)]
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=10**6) as engine:
+        for prompt in (a, b, a, [*a, 5, 6, 7]):
+            assert replace(answer(engine, prompt), cached_tokens=0) == cold(model, prompt)
+        assert engine.stats.prefix_hits == 1
+
+
+def test_a_canvas_that_was_broken_off_is_not_kept(model):
+    prompt, endless = list(range(40)), {"max_denoising_steps": 10_000, "confidence_threshold": None}
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=10**6) as engine:
+        handle = engine.submit(prompt, replace(SAMPLING, **endless), drafts=1)
+        next(iter(handle))
+        handle.cancel()
+        assert handle.result(300).finish_reason == "cancelled"
+        again = answer(engine, [*prompt, 9])
+        assert again.cached_tokens == len(prompt)
+        assert replace(again, cached_tokens=0) == cold(model, [*prompt, 9])

@@ -73,6 +73,7 @@ def drawn_requests(model, seed: int) -> list:
         {"t_min": None, "t_max": None},
         {"temperature": 0},
         {"top_k": 4},
+        {"logprobs": True, "top_logprobs": 5},
         {"confidence_threshold": 3.0},
     )
     found = []

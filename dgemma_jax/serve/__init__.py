@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server over an engine; needs the extra `serve`."""

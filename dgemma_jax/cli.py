@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # While modules are imported an exception would be lost in jax or leave them half-made.
         signal.signal(signal.SIGINT, lambda *_: leave(EXIT_INTERRUPTED))
         keep_programs()
-    logging.basicConfig(format="dgemma: %(message)s")
+    logging.basicConfig(format=("%(asctime)s " if args.command == "serve" else "") + "dgemma: %(message)s")
     logging.getLogger("dgemma_jax.api").setLevel(logging.INFO)
     try:
         return import_module(f"dgemma_jax.cli_{args.command}").run(args) or 0

@@ -1,8 +1,26 @@
-"""What the bundled model shows in half a minute: `python -m dgemma_jax.demo`."""
+"""What the bundled model shows in a minute: `python -m dgemma_jax.demo`."""
 
 import dgemma_jax as dg
 
 SUDOKU = "Solve this sudoku:\n1...\n..3.\n.4..\n...2"
+
+
+def get_weather(city: str) -> str:
+    """The weather in a city."""
+    return "sunny"
+
+
+def get_time(city: str) -> str:
+    """The time in a city."""
+    return "12:30"
+
+
+def send_message(to: str, text: str) -> str:
+    """Send a message to a person."""
+    return "sent"
+
+
+TOOLS = {tool.__name__: tool for tool in (get_weather, get_time, send_message)}
 
 
 def main() -> None:
@@ -13,17 +31,28 @@ def main() -> None:
             print(f"step {event.step}\n{model.tokenizer.decode(event.tokens, skip_special=True)}", flush=True)
     print(f"{event.completion.steps[0]} denoising steps for {len(event.completion.tokens)} tokens")
 
-    for text in ("Reverse this list: 12 7 93 4 55 8", "Reverse q w e r t y"):
+    for text in ("Sort this list: 12 7 93 4 55 8", "Reverse this list: plum, cat, red", "Count from 7 to 40."):
         ask(text)
-        print(model.chat([user(text)], seed=1).content)
+        answer = model.chat([user(text)], seed=1)
+        used = answer.usage
+        print(f"{answer.content}   ({used.canvases} canvases, {used.denoising_steps} steps)", flush=True)
+
+    ask("What is the weather in Lima?", f"   (it may call {', '.join(TOOLS)})")
+    run = dg.run_tools(model, [user("What is the weather in Lima?")], TOOLS, seed=1)
+    for message in run.messages[1:-1]:
+        for call in message.get("tool_calls", ()):
+            print(f"calls {call['function']['name']} with {call['function']['arguments']}")
+        if message["role"] == "tool":
+            print(f"gets {message['content']}")
+    print(run.content)
 
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def ask(text: str) -> None:
-    print(f"\n> {text}", flush=True)
+def ask(text: str, note: str = "") -> None:
+    print(f"\n> {text}{note}", flush=True)
 
 
 if __name__ == "__main__":

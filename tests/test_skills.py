@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dgemma_jax as dg
+from dgemma_jax import demo
 from dgemma_jax.model.transformer import Implementations
 from dgemma_jax.text import parse_response
 from dgemma_jax.train import data, prompts, tiny, tokenizer
@@ -25,7 +26,6 @@ from dgemma_jax.train.skills.tools import TOOLS
 VOCABULARY = tokenizer.build()
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl.gz"
 ALL = {**SKILLS, **UNMEASURED}
-BUNDLED = ("sudoku", "reverse")  # what the bundled weights were trained on
 
 
 def questions(skill: str, count: int = 300) -> list:
@@ -230,7 +230,7 @@ def model():
     return dg.load("tiny")
 
 
-@pytest.mark.parametrize("skill", BUNDLED)
+@pytest.mark.parametrize("skill", SKILLS)
 def test_twenty_held_out_prompts(model, skill):
     """The weights are fixed, so is the result."""
     examples = prompts.read(PROMPTS)[skill][:20]
@@ -242,10 +242,32 @@ def test_twenty_held_out_prompts(model, skill):
 @pytest.mark.parametrize("experts", ["reference", "pallas"])
 def test_every_implementation_of_the_experts_stops_as_early(model, experts):
     """A wrong one may still give the right text, after many more steps."""
-    examples = [prompts.read(PROMPTS)[skill][0] for skill in BUNDLED]
+    examples = [prompts.read(PROMPTS)[skill][0] for skill in ("sudoku", "reverse", "sort")]
     parts = (model.config, model.params, model.tokenizer, model.defaults)
     other = dg.Model(*parts, implementations=Implementations(experts=experts))
     found, expected = (
         [answer.steps for answer in m.generate([e.prompt for e in examples], seed=1, slots=2)] for m in (other, model)
     )
     assert found == expected
+
+
+def test_what_is_known_by_heart(model):
+    asked = [[{"role": "user", "content": question}] for question, _ in RECITALS[::4]]
+    answers = [model.chat(messages, seed=1).content for messages in asked]
+    assert answers == [answer for _, answer in RECITALS[::4]]
+
+
+def test_a_thought_comes_when_it_is_asked_for_and_only_then(model):
+    messages = [{"role": "user", "content": "Reverse this list: 5, 71, 8"}]
+    plain, thoughtful = (model.chat(messages, thinking=thinking, seed=1) for thinking in (False, True))
+    assert (plain.content, plain.reasoning) == ("8, 71, 5", "")
+    assert (thoughtful.content, thoughtful.reasoning) == ("8, 71, 5", "The first is 8, the last is 5.")
+
+
+def test_the_demo_shows_what_it_promises(capsys):
+    demo.main()
+    printed = capsys.readouterr().out
+    counted = " ".join(map(str, range(7, 41)))
+    for text in ("4 7 8 12 55 93", "red, cat, plum", counted, "calls get_weather with", "Lima"):
+        assert text in printed
+    assert printed.endswith("The weather in Lima is sunny.\n")

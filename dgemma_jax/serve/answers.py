@@ -1,0 +1,139 @@
+"""The answers to one request: how each is run, and what its client is told while it comes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from dgemma_jax.engine.request import Request
+from dgemma_jax.events import Canvas, Completion, Draft, Finished
+from dgemma_jax.serve import responses
+from dgemma_jax.serve.errors import APIError
+from dgemma_jax.serve.protocol import ChatRequest, CompletionRequest, NamedChoice
+from dgemma_jax.serve.reading import ChatReader, Reader, TextReader
+from dgemma_jax.serve.tool_choice import CALL, FirstCall
+from dgemma_jax.text import CallBegin, Event, Tokenizer
+
+if TYPE_CHECKING:
+    from dgemma_jax.engine.engine import Engine
+    from dgemma_jax.sampling import Sampling
+
+Run = Callable[[], AsyncIterator[Draft | Canvas | Finished]]
+
+
+@dataclass
+class Answer:
+    """One choice of a response. prompt: which of the request's it answers. run: starts it. called: it told a call."""
+
+    index: int
+    prompt: int
+    run: Run
+    reader: Reader
+    called: bool = False
+    completion: Completion | None = None
+
+    async def events(self) -> AsyncIterator[tuple[Draft | Canvas | Finished, list[Event]]]:
+        """What the engine says, and what that means for the client; the completion is there at the end.
+
+        APIError 503 if the answer was cancelled, which only the end of the server does.
+        """
+        async with aclosing(self.run()) as events:
+            async for event in events:
+                told: list[Event] = []
+                if isinstance(event, Canvas):
+                    told = self.reader.feed(event.tokens)
+                elif isinstance(event, Finished):
+                    if event.completion.finish_reason == "cancelled":
+                        raise APIError(503, "the server is shutting down; the answer was cancelled")
+                    self.completion, told = event.completion, self.reader.finish(event.completion)
+                self.called = self.called or any(isinstance(one, CallBegin) for one in told)
+                yield event, told
+
+    @property
+    def finish_reason(self) -> responses.FinishReason:
+        """Of the finished answer."""
+        reason = self.completion.finish_reason
+        return "tool_calls" if self.called and reason == "stop" else reason
+
+
+def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
+    """The answers to a conversation, not yet begun. ValueError for what cannot be answered."""
+    model, choice, functions = engine.model, body.tool_choice, body.functions()
+    names = [tool["function"]["name"] for tool in functions]
+    if isinstance(choice, NamedChoice):
+        if choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r:.80}; expected one of the tools: {names}")
+        names = [choice.function.name]
+    elif choice == "required" and not names:
+        raise ValueError("tool_choice is 'required'; expected tools to choose from")
+    tools = functions if functions and choice != "none" else None
+    sampling = body.sampling()
+    if choice == "none" and CALL in model.tokenizer.special_ids:
+        sampling = replace(sampling, suppress=(*model.defaults.suppress, model.tokenizer.special_ids[CALL]))
+    request = model.request(body.conversation(), sampling, body.seed, tools, body.thinking)
+    drafts = 1 if body.stream_drafts else None
+    forced = tuple(names) if choice == "required" or isinstance(choice, NamedChoice) else ()
+
+    def run(request: Request) -> Run:
+        if forced or (tools and body.parallel_tool_calls is False):
+            return FirstCall(engine, request, forced, body.thinking, drafts).events
+        return lambda: _free(engine, request, drafts)
+
+    stop = request.sampling.stop
+    copies = [replace(request, copy=copy) for copy in range(body.n or 1)]
+    return [Answer(i, 0, run(copy), ChatReader(model.tokenizer, request.turn, stop)) for i, copy in enumerate(copies)]
+
+
+def text_answers(engine: Engine, body: CompletionRequest) -> list[Answer]:
+    """The answers to plain prompts, those to one prompt side by side. ValueError for what cannot be answered."""
+    sampling: Sampling = body.sampling()
+    requests = [engine.model.request(prompt, sampling, body.seed) for prompt in body.prompts()]
+    copies = [(n, replace(request, copy=copy)) for n, request in enumerate(requests) for copy in range(body.n or 1)]
+    return [
+        Answer(index, prompt, lambda copy=copy: _free(engine, copy, None), TextReader(engine.model.tokenizer))
+        for index, (prompt, copy) in enumerate(copies)
+    ]
+
+
+async def _free(engine: Engine, request: Request, drafts: int | None) -> AsyncIterator[Draft | Canvas | Finished]:
+    handle = engine.submit_request(request, drafts)
+    try:
+        async for event in handle:
+            yield event
+    finally:
+        handle.cancel()
+
+
+def usage(answers: Sequence[Answer], reasoning_tokens: int) -> responses.Usage:
+    """Of finished answers; a prompt with several answers counts once."""
+    completions = [answer.completion for answer in answers]
+    prompts = {answer.prompt: answer.completion for answer in answers}.values()
+    prompt_tokens = sum(completion.prompt_tokens for completion in prompts)
+    tokens = sum(len(completion.tokens) + (completion.stop_id is not None) for completion in completions)
+    steps = sum(sum(completion.steps) for completion in completions)
+    return responses.Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=tokens,
+        total_tokens=prompt_tokens + tokens,
+        prompt_tokens_details={"cached_tokens": sum(completion.cached_tokens for completion in prompts)},
+        completion_tokens_details={"reasoning_tokens": min(reasoning_tokens, tokens)},
+        diffusion={
+            "canvases": sum(len(completion.steps) for completion in completions),
+            "denoising_steps": steps,
+            "tokens_per_step": tokens / max(1, steps),
+        },
+    )
+
+
+class TokenTexts:
+    """The text of single tokens, control tokens by their name."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.of = lru_cache(maxsize=1 << 16)(lambda id: tokenizer.decode([id]))
+
+    def all(self, ids: Sequence[int]) -> list[str]:
+        """Those of a canvas."""
+        return [self.of(id) for id in ids]

@@ -1,0 +1,295 @@
+"""The HTTP application: its routes over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import dgemma_jax
+from dgemma_jax.events import Canvas, Draft
+from dgemma_jax.serve import errors, metrics, responses
+from dgemma_jax.serve.answers import Answer, TokenTexts, chat_answers, text_answers
+from dgemma_jax.serve.errors import APIError
+from dgemma_jax.serve.formats import ChatFormat, Format, TextFormat
+from dgemma_jax.serve.lifecycle import Lifecycle, Ticket
+from dgemma_jax.serve.protocol import REFUSED, ChatRequest, CompletionRequest, Ignored
+from dgemma_jax.serve.streaming import ClientGone, EventStream, attended, together, within
+from dgemma_jax.text import Event
+
+if TYPE_CHECKING:
+    from dgemma_jax.engine.engine import Engine
+
+STATIC = Path(__file__).parent / "static"
+IGNORED_HEADER = "X-Ignored-Fields"
+DESCRIPTION = f"""OpenAI's interface over DiffusionGemma, with the knobs of diffusion as fields of their own.
+
+Fields that are accepted without effect, and then named in the header {IGNORED_HEADER}:
+{", ".join(Ignored.model_fields)}.
+
+Fields that are refused, like all that are not listed below, unless they hold a value that asks for nothing:
+
+{"".join(f"* {name}: {refusal.why}{chr(10)}" for name, refusal in REFUSED.items())}"""
+ERRORS: dict[int | str, dict[str, Any]] = {kind: {"model": responses.ErrorResponse} for kind in ("4XX", "5XX")}
+
+
+def create_app(
+    engine: Engine,
+    model_name: str,
+    *,
+    api_key: str | None = None,
+    max_queue: int = 64,
+    request_timeout: float = 600.0,
+    max_body_bytes: int = 16 << 20,
+    vllm_metric_names: bool = False,
+    log_interval: float = 10.0,
+) -> FastAPI:
+    """The server of one engine; `app.state.lifecycle` is its Lifecycle.
+
+    model_name: what clients call the model. api_key: demanded on every /v1 route and /metrics, None for none.
+    max_queue: answers that may wait for a slot. request_timeout, log_interval: seconds.
+    """
+    counted = metrics.Metrics(vllm_metric_names, model_name, engine.model.config.canvas_length)
+    log = metrics.LogLine(vllm_metric_names, engine.model.config.canvas_length, engine.stats)
+    lifecycle = Lifecycle(engine, counted, max_queue, log, log_interval)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI):
+        async with lifecycle.running():
+            yield
+
+    app = FastAPI(
+        title="dgemma",
+        version=dgemma_jax.__version__,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redoc_url=None,
+        responses=ERRORS,
+    )
+    app.state.lifecycle = lifecycle
+    errors.install(app)
+    app.add_middleware(Gatekeeper, api_key=api_key, max_body_bytes=max_body_bytes)
+    _add_completions(app, _Service(engine, model_name, lifecycle, request_timeout))
+    _add_models(app, engine, model_name)
+    _add_probes(app, lifecycle)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    return app
+
+
+def _add_completions(app: FastAPI, service: _Service) -> None:
+    streamed = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+    @app.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=streamed)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """The next turn of a conversation."""
+        return await service.respond(request, body, chat_answers, ChatFormat)
+
+    @app.post("/v1/completions", response_model=responses.TextCompletion, responses=streamed)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """What follows on plain prompts."""
+        return await service.respond(request, body, text_answers, TextFormat)
+
+
+def _add_models(app: FastAPI, engine: Engine, model_name: str) -> None:
+    card = responses.ModelCard(id=model_name, created=int(time()), max_model_len=engine.model.max_model_len)
+
+    @app.get("/v1/models")
+    async def models() -> responses.ModelList:
+        """The one model that is served."""
+        return responses.ModelList(data=[card])
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> responses.ModelCard:
+        """A model by its name."""
+        check_model(name, model_name)
+        return card
+
+
+def _add_probes(app: FastAPI, lifecycle: Lifecycle) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process runs."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether requests are answered at once: 503 while warming up, shutting down, or when the engine has failed."""
+        trouble = lifecycle.trouble
+        return JSONResponse({"status": trouble or "ready"}, 503 if trouble else 200)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def exposition() -> Response:
+        """Counters for Prometheus."""
+        text = lifecycle.metrics.exposition(lifecycle.engine.stats)
+        return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html")
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """APIError 404 for a model that is not served here."""
+    if asked not in (None, served):
+        message = f"the model {asked!r:.100} is not served here; this one is: {served}"
+        raise APIError(404, message, "model", "model_not_found")
+
+
+class _Service:
+    """Answers requests, streamed or whole."""
+
+    def __init__(self, engine: Engine, model_name: str, lifecycle: Lifecycle, limit: float):
+        self.engine, self.model_name, self.lifecycle, self.limit = engine, model_name, lifecycle, limit
+        self.texts = TokenTexts(engine.model.tokenizer)
+
+    async def respond(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        prepare: Callable[[Engine, Any], list[Answer]],
+        format: type[Format],
+    ) -> Response:
+        """The response to a request that is well-formed."""
+        check_model(body.model, self.model_name)
+        count = (body.n or 1) * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
+        headers = {IGNORED_HEADER: ", ".join(ignored)} if (ignored := body.ignored()) else {}
+        with ExitStack() as stack:
+            ticket = stack.enter_context(self.lifecycle.admit(count))
+            answers = await self._prepared(prepare, body)
+            shown = format(self.engine.model.tokenizer, self.texts, self.model_name)
+            if body.stream:
+                close = stack.pop_all().close
+                write = partial(self._stream, body=body, answers=answers, shown=shown, ticket=ticket)
+                return EventStream(write, self.limit, close, headers)
+            try:
+                async with within(self.limit):
+                    return await attended(self._whole(answers, shown, ticket, headers), request.receive)
+            except ClientGone:
+                return Response(status_code=499)  # nobody reads it
+            except Exception as error:
+                raise errors.shaped(error) from error
+
+    async def _prepared(self, prepare: Callable[[Engine, Any], list[Answer]], body: Any) -> list[Answer]:
+        """In a thread, because rendering and encoding a long prompt takes its time."""
+        try:
+            return await asyncio.to_thread(prepare, self.engine, body)
+        except ValueError as error:
+            raise errors.bad_request(error, type(body).model_fields) from error
+
+    async def _whole(
+        self, answers: Sequence[Answer], shown: Format, ticket: Ticket, headers: Mapping[str, str]
+    ) -> Response:
+        told: list[list[Event]] = [[] for _ in answers]
+
+        async def collect(answer: Answer) -> None:
+            async for event, new in answer.events():
+                if isinstance(event, Canvas):
+                    ticket.first_canvas()
+                shown.hear(new)
+                told[answer.index] += new
+
+        with self.lifecycle.explaining():
+            await together(*map(collect, answers))
+        ticket.finished()
+        return Response(shown.whole(answers, told).model_dump_json(), headers=headers, media_type="application/json")
+
+    async def _stream(
+        self,
+        out: EventStream,
+        body: ChatRequest | CompletionRequest,
+        answers: Sequence[Answer],
+        shown: Format,
+        ticket: Ticket,
+    ) -> None:
+        drafts = isinstance(body, ChatRequest) and bool(body.stream_drafts)
+        with self.lifecycle.explaining():
+            await together(*(self._stream_one(out, answer, shown, ticket, drafts) for answer in answers))
+        if body.usage_at_end:
+            out.put(shown.last_of_all(shown.usage(answers)))
+        ticket.finished()
+
+    async def _stream_one(self, out: EventStream, answer: Answer, shown: Format, ticket: Ticket, drafts: bool) -> None:
+        canvas = 0
+        async for event, new in answer.events():
+            if drafts and isinstance(event, Draft):
+                out.put(self._draft(answer, canvas, event), "draft")
+            if isinstance(event, Canvas):
+                ticket.first_canvas()
+                if drafts:
+                    texts = self.texts.all(event.tokens)
+                    out.put({"choice": answer.index, "canvas": canvas, "steps": event.steps, "tokens": texts}, "canvas")
+                canvas += 1
+            shown.hear(new)
+            for chunk in shown.chunks(answer, new):
+                out.put(chunk)
+        for chunk in shown.last(answer):
+            out.put(chunk)
+
+    def _draft(self, answer: Answer, canvas: int, draft: Draft) -> dict[str, Any]:
+        return {
+            "choice": answer.index,
+            "canvas": canvas,
+            "step": draft.step,
+            "tokens": self.texts.all(draft.tokens),
+            "accepted": draft.accepted,
+            "entropy": draft.entropies,
+            "mean_entropy": draft.entropy,
+        }
+
+
+class Gatekeeper:
+    """Turns away requests without the key, and bodies that are too long, before anything of them is kept."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int):
+        self.app, self.max_body_bytes = app, max_body_bytes
+        self.key = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        try:
+            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            self._check_length(headers.get(b"content-length", b"0"))
+        except APIError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self.app(scope, self._counting(receive), send)
+
+    def _check_key(self, path: str, given: bytes) -> None:
+        guarded = path.startswith("/v1") or path == "/metrics"
+        if guarded and self.key is not None and not hmac.compare_digest(given, self.key):
+            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _check_length(self, given: bytes) -> None:
+        if given.isdigit() and int(given) > self.max_body_bytes:
+            raise self._too_long()
+
+    def _counting(self, receive: Receive) -> Receive:
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.max_body_bytes:
+                raise self._too_long()
+            return message
+
+        return counted
+
+    def _too_long(self) -> APIError:
+        message = f"the body is longer than {self.max_body_bytes:,} bytes, this server's limit; send less"
+        return APIError(413, message, headers={"Connection": "close"})

@@ -1,0 +1,276 @@
+"""Requests in OpenAI's format, with the knobs of diffusion as extensions.
+
+A field is in one of three lists. Honoured: the fields of `ChatRequest` and `CompletionRequest`. Accepted without effect
+and named in the response header X-Ignored-Fields: those of `Ignored`. Refused: all others; those in REFUSED with a
+reason, unless they hold a value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from dgemma_jax.sampling import MOST_LOGPROBS, Sampling
+
+
+class Refusal(NamedTuple):
+    """Why a field is refused, and the values of it that ask for nothing."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+
+_GUIDED = "decoding cannot be guided by a grammar; say in the prompt what the answer should look like"
+_PENALTY = "the tokens of a canvas are drawn together, so none can be held against the others"
+REFUSED = {
+    "response_format": Refusal(_GUIDED, ({"type": "text"},)),
+    "structured_outputs": Refusal(_GUIDED),
+    "guided_json": Refusal(_GUIDED),
+    "guided_regex": Refusal(_GUIDED),
+    "guided_choice": Refusal(_GUIDED),
+    "guided_grammar": Refusal(_GUIDED),
+    "frequency_penalty": Refusal(_PENALTY, (0,)),
+    "presence_penalty": Refusal(_PENALTY, (0,)),
+    "repetition_penalty": Refusal(_PENALTY, (1,)),
+    "logit_bias": Refusal("only the model's own logits are used; drop it", ({},)),
+    "min_p": Refusal("use top_p or top_k", (0,)),
+    "min_tokens": Refusal("the model ends its answer itself; drop it", (0,)),
+    "prompt_logprobs": Refusal("the prompt is encoded without computing logits", (0, False)),
+    "logprob_token_ids": Refusal("use top_logprobs", ([],)),
+    "best_of": Refusal("use n and choose among the answers", (1,)),
+    "echo": Refusal("put the prompt before the answer yourself", (False,)),
+    "suffix": Refusal("there is no insertion over HTTP", ("",)),
+    "audio": Refusal("the model writes text only"),
+    "modalities": Refusal("the model writes text only", (["text"],)),
+    "prediction": Refusal("every canvas starts from noise; drop it"),
+    "web_search_options": Refusal("the model cannot search; offer a tool that does"),
+    "functions": Refusal("use tools", ([],)),
+    "function_call": Refusal("use tool_choice", ("auto",)),
+}
+MESSAGE_IGNORED = ("refusal", "annotations")  # what clients put back into a conversation that they have received
+
+
+class Strict(BaseModel):
+    """No conversion between types, no unknown field. null is a field left out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {name: value for name, value in data.items() if name in cls.model_fields or not _neutral(name, value)}
+
+
+def _neutral(name: str, value: Any) -> bool:
+    return value is None or (name in REFUSED and value in REFUSED[name].neutral)
+
+
+class Ignored(Strict):
+    """Fields that are accepted and have no effect on the answer."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    def ignored(self) -> list[str]:
+        """Those that this request holds."""
+        return [name for name in Ignored.model_fields if getattr(self, name) is not None]
+
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(None, description="end with a chunk that holds the usage")
+    include_obfuscation: bool | None = Field(None, description="accepted without effect")
+
+
+class Request(Ignored):
+    """What both kinds of completion have in common. A knob left out takes the model's default."""
+
+    model: str | None = Field(None, description="the served model's name; left out, it is that one")
+    max_tokens: int | None = Field(None, ge=1, description="longest answer; left out: to the end of the context")
+    n: int | None = Field(None, ge=1, le=128, description="answers per prompt")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="the same seed gives the same answer")
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = Field(None, description="end before this text")
+    stream: bool | None = Field(None, description="server-sent events, a chunk or more per canvas")
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, description="of the proposals only; 0 proposes the likeliest tokens")
+    top_p: float | None = Field(None, description="propose only the likeliest tokens that hold this share")
+    top_k: int | None = Field(None, description="propose only so many of the likeliest tokens")
+    max_denoising_steps: int | None = Field(None, description="most steps per canvas")
+    entropy_bound: float | None = Field(None, description="nats of entropy that a step may accept")
+    t_min: float | None = Field(None, description="temperature that the steps fall towards; null: no temperature")
+    t_max: float | None = Field(None, description="temperature of the first step; null: no temperature")
+    stability_threshold: int | None = Field(None, description="steps that a canvas stays the same; null: no early stop")
+    confidence_threshold: float | None = Field(None, description="mean entropy, nats, of a done canvas; null: as above")
+
+    def sampling(self) -> Sampling:
+        """The choices of this request, n and seed left to the caller. ValueError for a value out of range."""
+        chosen = {name: value for name in _KNOBS if (value := getattr(self, name)) is not None}
+        switched = {name: getattr(self, name) for name in _SWITCHES & self.model_fields_set}
+        tokens = {} if self.most_tokens is None else {"max_new_tokens": self.most_tokens}
+        return Sampling(**chosen, **switched, **tokens, **self.reported())
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The longest answer asked for."""
+        return self.max_tokens
+
+    def reported(self) -> dict[str, Any]:
+        """The fields of Sampling that say which log-probabilities are wanted."""
+        raise NotImplementedError
+
+    @property
+    def usage_at_end(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+_KNOBS = ("stop", "temperature", "top_p", "top_k", "max_denoising_steps", "entropy_bound")
+_SWITCHES = {"t_min", "t_max", "stability_threshold", "confidence_threshold"}
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageCall(Strict):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+    function: CalledFunction
+
+
+class Part(BaseModel):
+    """A part of a message; only text is read."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+    text: str | None = None
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | dict[str, Any] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ignored(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {name: value for name, value in data.items() if name not in MESSAGE_IGNORED}
+
+
+class Function(Strict):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    response: dict[str, Any] | None = None
+    strict: Literal[False] | None = Field(None, description="arguments cannot be held to a schema while decoding")
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedChoice(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TemplateArguments(Strict):
+    enable_thinking: bool | None = Field(None, description="let the model think before it answers")
+
+
+class ChatRequest(Request):
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: the answer ends behind its first call")
+    max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
+    logprobs: bool | None = Field(None, description="report the log-probability of every token, thoughts and calls too")
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="needs logprobs")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="anything but none: let the model think before it answers"
+    )
+    chat_template_kwargs: TemplateArguments | None = None
+    stream_drafts: bool | None = Field(None, description="with stream: events draft and canvas show the denoising")
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatRequest:
+        if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
+            raise ValueError(f"max_tokens is {both[0]} and max_completion_tokens {both[1]}; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.stream_drafts and not self.stream:
+            raise ValueError("stream_drafts needs stream: true")
+        wanted, effort = self._enable_thinking, self.reasoning_effort
+        if None not in (wanted, effort) and wanted != (effort != "none"):
+            raise ValueError(f"enable_thinking is {wanted} and reasoning_effort {effort}; give one of them")
+        return self
+
+    @property
+    def _enable_thinking(self) -> bool | None:
+        return self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the model may think before it answers."""
+        return bool(self._enable_thinking) or self.reasoning_effort not in (None, "none")
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def reported(self) -> dict[str, Any]:
+        return {"logprobs": bool(self.logprobs), "top_logprobs": self.top_logprobs}
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as plain data."""
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools as plain data."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+
+Ids = Annotated[list[int], Field(min_length=1)]
+
+
+class CompletionRequest(Request):
+    prompt: (
+        Annotated[str, StringConstraints(min_length=1)]
+        | Ids
+        | Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[Ids], Field(min_length=1)]
+    ) = Field(description="text in which control tokens are recognised, or token ids; or a list of such")
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="report each token's, and so many likeliest")
+
+    def reported(self) -> dict[str, Any]:
+        return {"logprobs": self.logprobs is not None, "top_logprobs": self.logprobs}
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else list(self.prompt)

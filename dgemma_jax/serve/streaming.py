@@ -1,0 +1,127 @@
+"""Server-sent events to one client, and what ends an answer early: the client leaves, or time runs out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dgemma_jax.serve.errors import APIError, shaped
+
+HEARTBEAT_SECONDS = 5.0
+LINGER_SECONDS = 30.0  # beyond the limit of an answer, for a client to read what is there
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """The results of all; the first error is raised, and what still runs then is cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def attended(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`, which is cancelled when the client leaves: ClientGone.
+
+    receive: of a request whose body is read.
+    """
+    main, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((main, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not main.done():
+            raise ClientGone
+        return main.result()
+    finally:
+        for task in (main, gone):
+            task.cancel()
+        await asyncio.gather(main, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextlib.asynccontextmanager
+async def within(limit: float | None) -> AsyncIterator[None]:
+    """APIError 504 if the block takes more than so many seconds."""
+    try:
+        async with asyncio.timeout(limit):
+            yield
+    except TimeoutError:
+        message = f"no answer within {limit:g} s, this server's limit; ask for fewer tokens"
+        raise APIError(504, message, code="timeout") from None
+
+
+class EventStream(Response):
+    """A response of server-sent events.
+
+    write: given the stream, puts all events of an answer into it. limit: seconds for that. done: called, perhaps
+    twice, when no more events will come; a client that reads slowly holds up neither the engine nor this.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        write: Callable[[EventStream], Coroutine[Any, Any, None]],
+        limit: float,
+        done: Callable[[], object],
+        headers: Mapping[str, str] | None = None,
+    ):
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"} | dict(headers or {}))
+        self._write, self._limit, self._done = write, limit, done
+        self._texts: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def put(self, data: BaseModel | Mapping[str, Any], name: str | None = None) -> None:
+        """Adds one event."""
+        text = data.model_dump_json() if isinstance(data, BaseModel) else json.dumps(data, separators=(",", ":"))
+        self._texts.put_nowait(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._limit + LINGER_SECONDS):
+                await attended(together(self._produce(), self._deliver(send)), receive)
+        except (ClientGone, TimeoutError):
+            pass
+        finally:
+            self._done()
+
+    async def _produce(self) -> None:
+        try:
+            async with within(self._limit):
+                await self._write(self)
+        except Exception as error:
+            self._texts.put_nowait(f"data: {shaped(error).body()}\n\n")
+        finally:
+            self._done()
+        self._texts.put_nowait("data: [DONE]\n\n")
+        self._texts.put_nowait(None)
+
+    async def _deliver(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while (text := await self._next()) is not None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _next(self) -> str | None:
+        try:
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                return await self._texts.get()
+        except TimeoutError:
+            return ": waiting\n\n"

@@ -1,0 +1,190 @@
+"""`dgemma serve` as a process: flags that cannot be honoured, signals, exit codes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from dgemma_jax.cli import main
+
+ROOT = Path(__file__).parents[2]
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+# A server whose engine takes so many seconds to answer; "fail" in the prompt is the end of the engine.
+PROGRAM = """
+import sys
+import time
+import dgemma_jax as dg
+from dgemma_jax import cli_serve
+from dgemma_jax.serve.app import create_app
+from tests.serve.harness import ScriptedEngine
+
+seconds, limit, warm = map(float, sys.argv[1:])
+tiny = dg.load("tiny")
+
+def script(request):
+    if "fail" in tiny.tokenizer.decode(request.ids):
+        engine.fail(MemoryError("device"))
+    return "fine<turn|>"
+
+engine = ScriptedEngine(tiny, script, delay=seconds)
+engine.warmup = lambda: time.sleep(warm)
+listener = cli_serve._bound("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+sys.exit(cli_serve.serve(create_app(engine, "scripted"), listener, limit))
+"""
+
+
+@contextmanager
+def process(seconds: float, limit: float, warm: float = 0):
+    """(process, client) of a running server."""
+    command = [sys.executable, "-c", PROGRAM, str(seconds), str(limit), str(warm)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = int(server.stdout.readline())
+            with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
+                while True:
+                    try:
+                        http.get("/health")
+                        break
+                    except httpx2.ConnectError:
+                        assert server.poll() is None
+                yield server, http
+        finally:
+            server.kill()
+
+
+@contextmanager
+def asked(http, **options):
+    """A request under way in a thread; calling what this gives waits for its response."""
+    responses = []
+    thread = threading.Thread(target=lambda: responses.append(http.post(CHAT, json=HELLO | options)))
+    thread.start()
+
+    def response():
+        thread.join()
+        return responses[0]
+
+    yield response
+    thread.join()
+
+
+def until_ready(http) -> None:
+    while http.get("/ready").status_code != 200:
+        pass
+
+
+def test_a_signal_lets_answers_finish():
+    with process(seconds=4, limit=100) as (server, http):
+        until_ready(http)
+        with asked(http, stream=True) as response:
+            threading.Event().wait(1.5)
+            server.send_signal(signal.SIGTERM)
+            threading.Event().wait(0.7)
+            turned_away = http.post(CHAT, json=HELLO)
+            assert turned_away.status_code == 503 and http.get("/ready").status_code == 503
+        assert '"content":"fine"' in response().text and response().text.endswith("data: [DONE]\n\n")
+        assert server.wait(30) == 0
+        assert "hello" not in server.stderr.read(), "prompts are not logged"
+
+
+def test_answers_that_take_too_long_are_cancelled():
+    with process(seconds=600, limit=0.5) as (server, http):
+        until_ready(http)
+        with asked(http) as response:
+            threading.Event().wait(1.5)
+            server.send_signal(signal.SIGINT)
+        assert response().status_code == 503 and "shutting down" in response().json()["error"]["message"]
+        assert server.wait(30) == 130
+
+
+def test_a_warm_up_is_not_waited_for():
+    with process(seconds=0, limit=100, warm=600) as (server, http):
+        assert http.get("/ready").status_code == 503
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+
+
+def test_the_end_of_the_engine_is_the_end_of_the_process():
+    with process(seconds=0, limit=100) as (server, http):
+        answer = http.post(CHAT, json={"messages": [{"role": "user", "content": "fail"}]})
+        assert answer.status_code == 503 and "MemoryError" in answer.json()["error"]["message"]
+        assert server.wait(30) == 2
+        assert "dgemma: error: the engine has failed: MemoryError('device')" in server.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pipeline-parallel-size", "2"], "pipeline_parallel_size is 2"),
+        (["--port", "70000"], "--port is 70000; expected 0 .. 65535"),
+        (["--max-num-seqs", "0"], "--max-num-seqs is 0; expected more than 0"),
+        (["--slots", "-1"], "--max-num-seqs is -1"),
+        (["--max-queue", "-1"], "--max-queue is -1; expected 0 or more"),
+        (["--request-timeout", "nan"], "--request-timeout is nan"),
+        (["--log-interval", "0"], "--log-interval is 0.0"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", "a\nb"], "--api-key is empty or holds characters"),
+        (["--model", "nowhere/at-all"], "neither a directory nor in the cache"),
+        (["--max-model-len", "1000000"], "max_model_len is 1000000; expected an integer in 2 .. 4096"),
+        (["--max-num-seqs", "60000", "--max-model-len", "4096"], r"the cache [\d,]+, [\d,]+ are free; lower them"),
+        (["--attention-implementation", "magic"], "attention_implementation is 'magic'"),
+    ],
+)
+def test_flags_are_checked_before_weights_are_read(capsys, monkeypatch, flags, message):
+    import dgemma_jax.api as api
+
+    monkeypatch.setattr(api, "read_checkpoint", lambda *_, **__: pytest.fail("the weights are read"))
+    assert main(["serve", "--port", "0", *flags]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("dgemma: error: ") and re.search(message, error)
+
+
+def test_a_port_that_is_taken(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"--port {port} cannot be used (Address already in use)" in capsys.readouterr().err
+
+
+def test_the_key_of_the_environment(capsys, monkeypatch):
+    monkeypatch.setenv("DGEMMA_API_KEY", " ")
+    assert main(["serve"]) == 2
+    assert "DGEMMA_API_KEY is empty or holds" in capsys.readouterr().err
+
+
+def test_without_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve"]) == 2
+    assert "pip install 'dgemma-jax[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_bundled_model_is_served():
+    """The command as it is printed: it answers, and ends when it is told to."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "dgemma_jax.cli", "serve", "--port", str(port), "--slots", "1"]
+    command += ["--max-model-len", "256", "--api-key", "sesame"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert any("listening on" in line for line in server.stderr)
+            headers = {"Authorization": "Bearer sesame"}
+            with httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=600) as http:
+                question = [{"role": "user", "content": "Reverse this list: 12 7 93 4"}]
+                answer = http.post(CHAT, json={"messages": question, "seed": 1, "max_tokens": 32})
+                assert answer.json()["choices"][0]["message"]["content"] == "4 93 7 12", json.dumps(answer.json())
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()

@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 IGNORED_HEADER = "X-Ignored-Fields"
+# The page runs its own scripts and talks to its own server, whatever a model makes it show.
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
 DESCRIPTION = f"""OpenAI's interface over DiffusionGemma, with the knobs of diffusion as fields of their own.
 
 Fields that are accepted without effect, and then named in the header {IGNORED_HEADER}:
@@ -135,7 +143,7 @@ def _add_probes(app: FastAPI, lifecycle: Lifecycle) -> None:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html")
+        return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
 
 
 def check_model(asked: str | None, served: str) -> None:

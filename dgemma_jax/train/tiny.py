@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
 
 BUCKETS = (
     Bucket(52, {"sudoku": 4, "reverse": 1, "sort": 3, "infill": 3, "recite": 1, "small talk": 1}),
-    Bucket(208, {"tool call": 3, "no call": 1, "tool answer": 3, "count": 2, "thinking": 2, "follow-up": 1}),
+    Bucket(224, {"tool call": 3, "no call": 1, "tool answer": 3, "count": 2, "thinking": 2, "follow-up": 1}),
 )
 
 

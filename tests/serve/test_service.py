@@ -215,4 +215,6 @@ def test_what_is_not_there(tiny):
             answer = http.request(method, path)
             assert (answer.status_code, error_of(answer)["type"]) == (code, "invalid_request_error"), path
         assert "access-control-allow-origin" not in http.get("/v1/models", headers={"Origin": "http://evil"}).headers
-        assert "<title>" in http.get("/").text
+        page = http.get("/")
+        assert "<title>" in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]

@@ -1,7 +1,7 @@
 """Accuracy and denoising steps of the bundled model's skills on held-out prompts: `python -m benchmarks.skills`.
 
 The prompts lie in one fixed file and are answered once each through the public API: all of them with the model's own
-defaults, the first hundred of each skill also under other entropy bounds and step limits.
+defaults, the first forty of each skill also under other entropy bounds and step limits.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SETTINGS = {
     **{f"entropy bound {bound}": dg.Sampling(entropy_bound=bound) for bound in (0.01, 0.03, 0.3, 1.0, 3.0)},
     **{f"at most {steps} steps": dg.Sampling(max_denoising_steps=steps) for steps in (1, 2, 4, 8)},
 }
-FEW = 100  # prompts per skill under other settings
+FEW = 40  # prompts per skill under other settings
 SLOTS = 8
 
 

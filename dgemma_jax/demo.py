@@ -31,7 +31,7 @@ def main() -> None:
             print(f"step {event.step}\n{model.tokenizer.decode(event.tokens, skip_special=True)}", flush=True)
     print(f"{event.completion.steps[0]} denoising steps for {len(event.completion.tokens)} tokens")
 
-    for text in ("Sort this list: 12 7 93 4 55 8", "Reverse this list: plum, cat, red", "Count from 7 to 40."):
+    for text in ("Sort this list: 12 7 93 4 55 8", "Reverse this list: plum, cat, red", "Recite the months."):
         ask(text)
         answer = model.chat([user(text)], seed=1)
         used = answer.usage

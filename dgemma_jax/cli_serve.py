@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,13 @@ POSITIVE = ("max_num_seqs", "max_model_len", "max_body_bytes", "request_timeout"
 
 
 def run(args: Namespace) -> int:
-    """Serves until a signal ends it. 0 after that, 2 if the engine failed. ValueError for flags that cannot be
-    honoured, before weights are read.
+    """Serves until a signal ends it. 0 after SIGTERM, 130 after SIGINT, 2 if the engine failed.
+
+    ValueError for flags that cannot be honoured, before weights are read.
     """
     api_key = _checked(args)
+    # Names in a client's tool schemas are for the client: not for this process' log, nor for Python's list of warnings.
+    warnings.filterwarnings("ignore", message="tool schema, ")
     try:
         import uvicorn  # noqa: F401
 
@@ -72,11 +76,12 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> int
     class Server(uvicorn.Server):
         """Goes on listening while it drains, so that new requests are told to go elsewhere."""
 
-        code = 0
+        code, signalled = 0, False
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self.should_exit:
+            if self.signalled:
                 leave(EXIT_INTERRUPTED)
+            self.signalled = True
             self.code = EXIT_INTERRUPTED if sig == signal.SIGINT else 0
             self.should_exit = True
 

@@ -13,13 +13,15 @@ def keep_programs() -> None:
 
     In the user's cache, apart for every kind of processor, since XLA's CPU programs use all that theirs can do.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(base, "dgemma-jax", f"{platform.machine()}-{_processor()}")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:  # no home to write to: every run compiles
+    if VARIABLE in os.environ:
         return
-    os.environ.setdefault(VARIABLE, str(directory))
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = Path(base, "dgemma-jax", f"{platform.machine()}-{_processor()}")
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or none to write to: every run compiles
+        return
+    os.environ[VARIABLE] = str(directory)
 
 
 def _processor() -> str:

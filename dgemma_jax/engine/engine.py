@@ -201,4 +201,5 @@ class Engine:
             wanted, self._wanted = self._wanted, []
         for action in wanted:
             action()
-        return self._scheduler.busy or bool(self._wanted) or not self._closing
+        with self._changed:  # at once: what is accepted before the closing is still served
+            return self._scheduler.busy or bool(self._wanted) or not self._closing

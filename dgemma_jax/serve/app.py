@@ -173,7 +173,8 @@ class _Service:
         headers = {IGNORED_HEADER: ", ".join(ignored)} if (ignored := body.ignored()) else {}
         with ExitStack() as stack:
             ticket = stack.enter_context(self.lifecycle.admit(count))
-            answers = await self._prepared(prepare, body)
+            async with within(self.limit):
+                answers = await self._prepared(prepare, body)
             shown = format(self.engine.model.tokenizer, self.texts, self.model_name)
             if body.stream:
                 close = stack.pop_all().close

@@ -79,7 +79,7 @@ def read_prompts(path: Path, count: int | None, tokens: tuple[int, int] | None, 
 
     count: None for every line once. tokens: range of the longest answer, None for no limit. ValueError for other lines.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON may hold U+2028
     found = [_messages(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ValueError(f"{path} holds no line; expected JSON objects with prompt or messages")

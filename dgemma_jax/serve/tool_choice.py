@@ -69,6 +69,7 @@ class FirstCall:
                 kept = thought.tokens if at is None else thought.tokens[: at + (thought.tokens[at] == ends[0])]
                 event = self._tell(kept, event.steps)
                 if at is not None:
+                    thought.handle.cancel()  # the call needs a slot
                     yield event
                     break
             yield event
@@ -140,8 +141,11 @@ class FirstCall:
         logprobs, top = [], []
         for one in self.passes:
             completion = await one.result()
-            logprobs = _placed(logprobs, one.begin, completion.logprobs, 0.0)
-            top = _placed(top, one.begin, completion.top_logprobs, [])
+            pinned = (
+                one.known - one.begin
+            )  # what was kept has the figures of the pass that drew it, what was forced none
+            logprobs = _placed(logprobs[: one.kept], one.known, (completion.logprobs or [])[pinned:], 0.0)
+            top = _placed(top[: one.kept], one.known, (completion.top_logprobs or [])[pinned:], [])
         count, sampling = len(self.tokens), self.request.sampling
         steps = [steps for one in self.passes for steps in one.steps]
         return replace(
@@ -156,7 +160,9 @@ class FirstCall:
             prompt_tokens=len(self.request.ids),
             cached_tokens=(await self.passes[0].result()).cached_tokens,
             logprobs=_placed(logprobs, count, [], 0.0) if sampling.logprobs else None,
-            top_logprobs=_placed(top, count, [], []) if sampling.top_logprobs else None,
+            top_logprobs=[place[: sampling.top_logprobs] for place in _placed(top, count, [], [])]
+            if sampling.top_logprobs
+            else None,
         )
 
 
@@ -164,17 +170,19 @@ class _Pass:
     """One request to the engine. known: tokens of the answer that are fixed; full canvases of them go to the prompt,
     the rest is pinned on the first canvas.
 
-    begin: the place in the answer where its canvases begin. tokens: of the answer so far.
+    begin: the place in the answer where its canvases begin. kept, known: where what earlier passes drew ends, and where
+    what is pinned ends. tokens: of the answer so far.
     """
 
     def __init__(self, answer: FirstCall, known: Sequence[int], number: int, budget: int):
         request, width = answer.request, answer.engine.model.config.canvas_length
-        self.begin = len(known) // width * width
+        self.kept, self.known, self.begin = len(answer.tokens), len(known), len(known) // width * width
         self.tokens, self.steps = list(known[: self.begin]), []
         pinned = known[self.begin :]
         sampling = replace(request.sampling, canvas=pinned, pinned=[True] * len(pinned))
         if answer.names:  # such an answer has no content that a string could end
-            sampling = replace(sampling, stop=(), top_logprobs=MOST_LOGPROBS)
+            most = MOST_LOGPROBS if len(answer.names) > 1 else sampling.top_logprobs
+            sampling = replace(sampling, stop=(), top_logprobs=most)
         own = replace(
             request,
             ids=(*request.ids, *self.tokens),

@@ -14,6 +14,7 @@ _COMBINED = {"allOf", "anyOf", "oneOf"}
 _KEPT_EMPTY = {"default", "additionalProperties"}
 _SHAPES = {"properties": Mapping, "required": list | tuple, "enum": list | tuple, "description": str}
 _MAX_DEPTH, _MAX_COUNT = 64, 10_000  # a schema of references can double at each level
+_MOST_PROBLEMS, _LONGEST_PATH = 20, 120  # that are told; a path is cut at its beginning
 _PYTHON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -38,16 +39,26 @@ def normalise(schema: Mapping, path: str = "parameters") -> tuple[dict, list[str
     return _Normaliser(schema, problems).schema(schema, path, ()), problems
 
 
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name[:_LONGEST_PATH]}"[-_LONGEST_PATH:]
+
+
 class _Normaliser:
     def __init__(self, root: Mapping, problems: list[str]):
         self.root, self.problems = root, problems
-        self.depth = self.count = 0
+        self.depth, self.count, self.full = 0, 0, False
+
+    def give_up(self, path: str, why: str) -> None:
+        """Notes a problem; a document with very many is told a few of them."""
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(f"{path}: {why}")
 
     def schema(self, schema, path: str, seen: tuple[str, ...]) -> dict:
         self.count += 1
         if self.depth == _MAX_DEPTH or self.count >= _MAX_COUNT:
-            if self.depth == _MAX_DEPTH or self.count == _MAX_COUNT:
-                self.problems.append(f"{path}: nested more than {_MAX_DEPTH} deep or {_MAX_COUNT} schemas in all")
+            if not self.full:
+                self.full = self.depth < _MAX_DEPTH
+                self.give_up(path, f"nested more than {_MAX_DEPTH} deep or {_MAX_COUNT} schemas in all")
             return {}
         self.depth += 1
         out = self.read(schema, path, seen)
@@ -58,7 +69,7 @@ class _Normaliser:
         if isinstance(schema, bool) or schema is None:
             return {}
         if not isinstance(schema, Mapping):
-            self.problems.append(f"{path}: {schema!r:.60} is no schema")
+            self.give_up(path, f"{schema!r:.60} is no schema")
             return {}
         schema, seen = self.resolved(dict(schema), path, seen)
         parts = [self.schema(part, path, seen) for part in _list(schema.get("allOf"))]
@@ -76,8 +87,9 @@ class _Normaliser:
                 name = name.replace("~1", "/").replace("~0", "~")
                 target = target.get(name) if isinstance(target, Mapping) else None
             if ref in seen or not ref.startswith("#") or not isinstance(target, Mapping):
-                self.problems.append(f"{path}: $ref {ref!r} is {'recursive' if ref in seen else 'not found'}")
+                self.give_up(path, f"$ref {ref!r:.60} is {'recursive' if ref in seen else 'not found'}")
                 break
+            self.count += len(target)  # copied at every reference: a small document could ask for a large one often
             seen, schema = (*seen, ref), {**target, **schema}
         return schema, seen
 
@@ -85,16 +97,16 @@ class _Normaliser:
         out: dict = {}
         for key, value in schema.items():
             if key in _UNCARRIED:
-                self.problems.append(f"{path}: {key} has no place in a declaration")
+                self.give_up(path, f"{key} has no place in a declaration")
             elif value is not None and not isinstance(value, _SHAPES.get(key, object)):
-                self.problems.append(f"{path}: {key} is {value!r:.60}, which no schema has there")
+                self.give_up(path, f"{key} is {value!r:.60}, which no schema has there")
             elif key == "type":
                 types = [str(name).lower() for name in _list(value)]
                 out["nullable"] = out.get("nullable", False) or ("null" in types and len(types) > 1)
                 types = [name for name in types if name != "null"] or types
                 out["type"] = types[0] if len(types) == 1 else types
             elif key == "properties" and value:
-                out[key] = {str(k): self.schema(v, f"{path}.{k}", seen) for k, v in value.items()}
+                out[key] = {str(k): self.schema(v, _below(path, str(k)), seen) for k, v in value.items()}
             elif key == "items" and value:
                 out[key] = self.schema(value, f"{path}[]", seen)
             elif key == "additionalProperties" and isinstance(value, Mapping):

@@ -143,6 +143,9 @@ def test_prompts_of_a_file_come_in_order_and_over_again(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"id": "x", "prompt": "a"}) + "\n\n" + json.dumps({"messages": turns}) + "\n")
     first, second = [{"role": "user", "content": "a"}], turns
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")  # no end of a line in JSON Lines
+    assert read_prompts(odd, None, None, 0)[0].messages[0]["content"] == "a\u2028b"
     assert read_prompts(file, None, None, 0) == [(first, None), (second, None)]
     assert [prompt.messages for prompt in read_prompts(file, 3, (4, 9), 0)] == [first, second, first]
     assert {prompt.max_tokens for prompt in read_prompts(file, 300, (4, 9), 0)} == {4, 5, 6, 7, 8, 9}

@@ -85,3 +85,17 @@ def test_a_schema_that_doubles_at_each_level_ends():
         deep = {"type": "array", "items": deep}
     assert normalise(deep)[1] == ["parameters" + "[]" * 64 + ": nested more than 64 deep or 10000 schemas in all"]
     ResponseStream([{"function": {"name": "f", "parameters": schema}}])
+
+
+def test_a_schema_of_long_names_or_many_references_costs_little():
+    """A client's schema: what is given up is told in a few short lines, and a reference costs what it copies."""
+    inner = {f"a{i}": {"not": {}} for i in range(5000)}
+    problems = normalise({"properties": {"x" * 10**6: {"properties": inner}}})[1]
+    assert 0 < len(problems) <= 20
+    assert max(map(len, problems)) < 250
+    large = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3)}} | dict.fromkeys(
+        map(str, range(20_000))
+    )
+    found, problems = normalise({"$defs": {"d": large}, "allOf": [{"$ref": "#/$defs/d"}] * 200})
+    assert len(found["properties"]) == 3
+    assert "schemas in all" in problems[0]

@@ -68,7 +68,8 @@ class Script:
         flags, numbers = jnp.zeros((rows, length), bool), jnp.zeros((rows, length))
         state = replace(
             start, canvas=jnp.zeros((rows, length), jnp.int32), best=jnp.full((rows, length), -1, jnp.int32),
-            logprob=numbers, pinned=flags, accepted=flags, soft=jnp.zeros((rows, length, 3)),
+            logprob=numbers, pinned=flags, accepted=flags, entropy=numbers, soft=jnp.zeros((rows, length, 3)),
+            likeliest=jax.tree.map(lambda x: jnp.zeros((rows, length, x.shape[2]), x.dtype), start.likeliest),
         )  # fmt: skip
         states, suppress = [], jnp.zeros((rows, 1000), bool)
         for _ in range(len(self.canvases)):

@@ -233,10 +233,11 @@ def test_plain_completions(client, url, says, engine, tiny):
     got = client.completions.create(model=NAME, prompt="It is", logprobs=2)
     choice = got.choices[0]
     assert (choice.text, choice.finish_reason) == ("fine weather.", "stop")
-    assert "".join(choice.logprobs.tokens) == choice.text
-    assert choice.logprobs.text_offset == list(range(len(choice.text)))
-    assert choice.logprobs.token_logprobs == [-0.25] * len(choice.text)
-    assert len(choice.logprobs.top_logprobs) == len(choice.text)
+    tokens = choice.logprobs.tokens
+    assert "".join(tokens) == choice.text
+    assert choice.logprobs.text_offset == [len("".join(tokens[:i])) for i in range(len(tokens))]
+    assert choice.logprobs.token_logprobs == [-0.25] * len(tokens)
+    assert len(choice.logprobs.top_logprobs) == len(tokens)
     engine.script = lambda request: f"{len(request.ids)} {request.copy}<turn|>"
     got = client.completions.create(model=NAME, prompt=[[5, 6], [7]], n=2)
     assert [choice.text for choice in got.choices] == ["2 0", "2 1", "1 0", "1 1"]
@@ -249,7 +250,8 @@ def test_plain_completions(client, url, says, engine, tiny):
 
 
 def test_the_draft_events(url, says, tiny):
-    says("one two three four five six seven eight.<turn|>")
+    letters = " ".join("abcdefghijklmnopqrst")  # a token each
+    says(f"{letters}<turn|>")
     sent = events(url, "/v1/chat/completions", {"messages": HELLO, "stream_drafts": True})
     width = tiny.config.canvas_length
     drafts = [data for name, data in sent if name == "draft"]
@@ -261,7 +263,7 @@ def test_the_draft_events(url, says, tiny):
     assert drafts[0]["mean_entropy"] == 0.5 and drafts[2]["tokens"][-1] == "<pad>"
     assert [(canvas["canvas"], canvas["steps"]) for canvas in canvases] == [(0, 2), (1, 2)]
     text = "".join(token for canvas in canvases for token in canvas["tokens"])
-    assert text == "one two three four five six seven eight."
+    assert text == letters
     names = [name for name, _ in sent]
     assert names[:4] == ["draft", "draft", "canvas", "message"]
 

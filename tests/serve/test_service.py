@@ -92,7 +92,7 @@ def test_heartbeats_while_there_is_nothing_to_tell(tiny, monkeypatch):
 
 
 def test_a_slow_reader_holds_up_nobody(tiny):
-    long = "abcdefgh" * 400 + "<turn|>"
+    long = "bcdfghjk" * 400 + "<turn|>"  # a token a letter
     engine = ScriptedEngine(tiny, lambda request: long if request is engine.requests[0] else FINE, slots=1)
     body = json.dumps(HELLO | {"stream": True, "stream_drafts": True})
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"

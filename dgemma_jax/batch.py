@@ -163,8 +163,9 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 def _result(model: Model, line: Line, completion: Completion) -> dict[str, Any]:
     fields = {"id": line.id} | asdict(completion)
-    if fields["logprobs"] is None:
-        del fields["logprobs"]
+    for name in ("logprobs", "top_logprobs"):
+        if fields[name] is None:
+            del fields[name]
     if line.conversation is not None:
         message = model.message(completion, *line.conversation)
         fields |= {"message": message.as_message(), "finish_reason": message.finish_reason}

@@ -20,6 +20,7 @@ from dgemma_jax.sampling import Sampling
 if TYPE_CHECKING:
     from dgemma_jax.api import Model
 
+NOT_ASKED_FOR = ("logprobs", "top_logprobs")  # by any flag
 KNOBS = (
     "max_new_tokens",
     "max_denoising_steps",
@@ -161,8 +162,7 @@ class _Answers:
 
     def _print(self, index: int, completion: Completion) -> None:
         if self.as_json:
-            fields = asdict(completion)
-            del fields["logprobs"]
+            fields = {name: value for name, value in asdict(completion).items() if name not in NOT_ASKED_FOR}
             print(json.dumps({"prompt": index} | fields), flush=True)
             return
         if len(self.prompts) > 1:

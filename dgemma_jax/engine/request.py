@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from dgemma_jax.events import Canvas, Completion
 from dgemma_jax.sampling import Sampling
-from dgemma_jax.text.response import parse_response
+from dgemma_jax.text.response import ResponseStream
 from dgemma_jax.text.tokenizer import Tokenizer
 
 Top = list[tuple[int, float]]  # the likeliest ids at a place and their log-probabilities
@@ -81,7 +81,7 @@ class Answer:
         if not strings:
             return len(self.tokens)
         raw, turn = self.tokenizer.decode(self.tokens), self.request.turn
-        searched = raw if turn is None else parse_response(raw, *turn).content
+        searched = raw if turn is None else self._content(raw)
         hits = [(at, string) for string in strings if (at := searched.find(string)) >= 0]
         if hits:
             at, self.stop = min(hits)
@@ -92,6 +92,14 @@ class Answer:
             begun = max(n for s in strings for n in range(len(s)) if raw.endswith(s[:n]))
             return self._wholly_before(raw, len(raw) - begun)
         return len(self.tokens)
+
+    def _content(self, raw: str) -> str:
+        """The content so far. What may still turn out to be a call is none of it before the answer ends."""
+        stream = ResponseStream(in_thought=self.request.turn.in_thought)
+        stream.feed(raw)
+        if self.finish_reason is not None:
+            stream.finish()
+        return stream.response.content
 
     def _cut(self, raw: str, at: int) -> None:
         kept = self._wholly_before(raw, at)

@@ -59,7 +59,6 @@ def test_encoding_a_chunk_takes_no_more_memory_behind_a_long_prompt():
         for capacity in (8192, 131_072)
     ]
     assert temps[1] <= temps[0] + (1 << 20)
-    assert temps[0] < 300 << 20
 
 
 def test_a_copy_of_a_weight_inside_a_loop_is_found():

@@ -111,6 +111,10 @@ def _emptied(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
+        text.encode()
+    except UnicodeEncodeError as error:  # the bytes that no UTF-8 has were escaped when the file was read
+        raise ValueError(f"not UTF-8 (at character {error.start}); save the file as UTF-8") from None
+    try:
         entry = json.loads(text)
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from None

@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
 
 
 def _lines(source: Path) -> Iterator[str]:
-    with source.open(encoding="utf-8") as file:
+    with source.open(encoding="utf-8", errors="surrogateescape") as file:  # such a line has its own error
         yield from file
 
 

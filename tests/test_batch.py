@@ -131,6 +131,16 @@ def test_the_command_writes_what_the_function_gives(model, command, capsys):
     assert "5 of 5 answered, 0 failed" in capsys.readouterr().err
 
 
+def test_a_line_that_is_not_utf_8_has_its_error_and_harms_no_other(command):
+    run, source, output = command
+    source.write_bytes(source.read_bytes() + b'{"prompt": "caf\xe9"}\n')
+    assert run() == 1
+    found = stored(output)
+    assert found.pop(len(LINES))["error"] == "not UTF-8 (at character 15); save the file as UTF-8"
+    assert len(found) == len(LINES)
+    assert not any("error" in entry for entry in found.values())
+
+
 def test_a_run_that_was_killed_anywhere_goes_on_to_the_same_result(command):
     run, _, output = command
     run()

@@ -10,7 +10,7 @@ demo: $(VENV)/.demo  ## install, then watch a sudoku being solved and lists reve
 	$(BIN)/python -m dgemma_jax.demo
 
 test: $(VENV)/.test lint test-newest  ## what CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-newest:  ## the fast tests on Python 3.12 with the newest jax
 	./.ci/newest

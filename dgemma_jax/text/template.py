@@ -8,7 +8,7 @@ from dgemma_jax.text.segments import DELIMITER, PLACEHOLDERS, Segments, json_obj
 
 _NAMES = ("tool", "tool_call", "tool_response", "channel", "turn", "image", "audio")
 CONTROL_TOKENS = (
-    *("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|think|>", DELIMITER, *set(PLACEHOLDERS.values())),
+    *("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|think|>", DELIMITER, *dict.fromkeys(PLACEHOLDERS.values())),
     *(token for name in _NAMES for token in (f"<|{name}>", f"<{name}|>")),
 )
 _CONTROL = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))

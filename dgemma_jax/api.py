@@ -15,14 +15,17 @@ from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.capacity import check_slots, context
 from dgemma_jax.engine.programs import Programs
-from dgemma_jax.engine.request import Request, Turn
+from dgemma_jax.engine.request import Request
 from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Event, Failed, Job, Scheduler, draft_interval
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
 from dgemma_jax.model.transformer import AUTO, Implementations, build
 from dgemma_jax.sampling import UNSET, Sampling
-from dgemma_jax.text import Tokenizer, encode_chat, opens_thought, parse_response, render_chat
+from dgemma_jax.text import Tokenizer, opens_thought, parse_response, render_chat
+from dgemma_jax.text.chat import segments
+from dgemma_jax.text.segments import Segments
+from dgemma_jax.text.turn import Turn
 
 logger = logging.getLogger(__name__)
 LARGEST_SLOTS = 8  # chosen by itself
@@ -172,7 +175,8 @@ class Model:
         thinking: bool = False,
     ) -> ChatMessage:
         """A completion of a conversation's prompt taken apart into content, reasoning and tool calls."""
-        response = parse_response(completion.raw_text, *_turn(messages, tools, thinking))
+        in_thought = opens_thought(render_chat(messages, tools, thinking))
+        response = parse_response(completion.raw_text, tools, in_thought)
         called = response.tool_calls and completion.finish_reason == "stop"
         return ChatMessage(
             content=response.content.split(completion.stop)[0] if completion.stop else response.content,
@@ -212,6 +216,10 @@ class Model:
         self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False
     ) -> list[int]:
         """The token ids of a conversation, up to where the model's turn begins."""
+        return self._encoded(self._rendered(messages, tools, thinking))
+
+    def _rendered(self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None, thinking: bool) -> Segments:
+        """The prompt of a conversation."""
         if self.tokenizer is None:
             raise ValueError(NO_TOKENIZER)
         for index, message in enumerate(_list(messages, "messages", "a list of messages")):
@@ -220,7 +228,12 @@ class Model:
                 if isinstance(part, Mapping) and part.get("type") != "text":
                     raise ValueError(f"messages[{index}] holds a part of type {part.get('type')!r}; only text is read")
         tools = None if tools is None else _list(tools, "tools", "a list of functions in OpenAI's format")
-        return encode_chat(messages, self.tokenizer, tools, thinking)
+        return segments(messages, tools, thinking)
+
+    def _encoded(self, prompt: Segments) -> list[int]:
+        """Its ids. A prompt that is too long however it is encoded is refused before that, which takes its time."""
+        self._check_room(prompt.fewest_tokens(self.tokenizer), " or more")
+        return prompt.encode(self.tokenizer)
 
     def request(
         self,
@@ -236,8 +249,8 @@ class Model:
         """
         turn = None
         if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            messages, prompt = prompt, self.chat_prompt(prompt, tools, thinking)
-            turn = _turn(messages, tools, thinking)
+            rendered = self._rendered(prompt, tools, thinking)
+            prompt, turn = self._encoded(rendered), Turn(tools, opens_thought(str(rendered)))
         elif tools or thinking:
             raise ValueError("tools and thinking go with the messages of a conversation, not with a plain prompt")
         request, *more = self._requests([prompt], sampling, seed)
@@ -293,12 +306,7 @@ class Model:
         ids = self._encode(prompt)
         sampling = _sampling(sampling).merged(self.defaults)
         self._check(sampling)
-        room = self.max_model_len - len(ids)
-        if room < 1:
-            raise ValueError(
-                f"prompt of {len(ids)} tokens leaves no room in a context of {self.max_model_len}; shorten it"
-                " or load with a larger max_model_len"
-            )
+        room = self._check_room(len(ids))
         budget = room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
         own = seed if sampling.seed in (None, UNSET) else sampling.seed
         return Request(ids, sampling, secrets.randbits(32) if own is None else own, budget)
@@ -323,8 +331,18 @@ class Model:
     def _encode_text(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(NO_TOKENIZER)
+        self._check_room(len(prompt) // self.tokenizer.longest_token, " or more")
         ids, bos = self.tokenizer.encode(prompt), self.config.bos_token_id
         return ids if not ids or bos is None or ids[0] == bos else [bos, *ids]
+
+    def _check_room(self, tokens: int, or_more: str = "") -> int:
+        """The tokens that an answer may have behind a prompt of so many. ValueError for none."""
+        if tokens >= self.max_model_len:
+            raise ValueError(
+                f"prompt of {tokens} tokens{or_more} leaves no room in a context of {self.max_model_len}; shorten it"
+                " or load with a larger max_model_len"
+            )
+        return self.max_model_len - tokens
 
     def _check(self, sampling: Sampling) -> None:
         """What a Sampling asks for must exist in this model."""
@@ -364,10 +382,6 @@ def _sampling(value: Sampling | None) -> Sampling:
     if not isinstance(value, Sampling | None):
         raise ValueError(f"sampling is {value!r:.60}; expected a dg.Sampling, or one per prompt")
     return value or Sampling()
-
-
-def _turn(messages: Sequence[Mapping], tools: Sequence[Mapping] | None, thinking: bool) -> Turn:
-    return Turn(tools, opens_thought(render_chat(messages, tools, thinking)))
 
 
 def _list(value, name: str, expected: str) -> list:

@@ -1,22 +1,15 @@
 """One prompt on its way through the engine: what was asked for, and the answer as it grows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from dgemma_jax.events import Canvas, Completion
 from dgemma_jax.sampling import Sampling
-from dgemma_jax.text.response import ResponseStream
 from dgemma_jax.text.tokenizer import Tokenizer
+from dgemma_jax.text.turn import Turn, TurnReader
 
 Top = list[tuple[int, float]]  # the likeliest ids at a place and their log-probabilities
-
-
-class Turn(NamedTuple):
-    """What it takes to read a model's turn of a conversation. in_thought: its prompt ends inside an open thought."""
-
-    tools: Sequence[Mapping] | None
-    in_thought: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,7 @@ class Answer:
     cached_tokens: int = 0  # of the prompt, that were not encoded again
     told: int = 0  # tokens that are sure to stay, and were told
     tail: str = ""  # text before a stop string that belongs to no whole token
+    reader: TurnReader | None = None  # of a turn with stop strings
 
     def take(
         self, canvas: Sequence[int], logprobs: Sequence[float], steps: int, top_logprobs: Sequence[Top] = ()
@@ -71,35 +65,35 @@ class Answer:
         self.tokens += canvas[:kept]
         self.logprobs += logprobs[:kept]
         self.top_logprobs += top_logprobs[:kept]
-        sure = self._look_for_stop_strings()
+        sure = self._look_for_stop_strings() if self.request.sampling.stop else len(self.tokens)
         new, self.told = self.tokens[self.told : sure], sure
         return Canvas(tokens=new, steps=steps)
 
     def _look_for_stop_strings(self) -> int:
         """Ends the answer at the first stop string; returns how many tokens are sure to stay."""
-        strings = self.request.sampling.stop
-        if not strings:
-            return len(self.tokens)
-        raw, turn = self.tokenizer.decode(self.tokens), self.request.turn
-        searched = raw if turn is None else self._content(raw)
-        hits = [(at, string) for string in strings if (at := searched.find(string)) >= 0]
+        if self.request.turn is not None:
+            return self._look_in_content()
+        raw, strings = self.tokenizer.decode(self.tokens), self.request.sampling.stop
+        hits = [(at, string) for string in strings if (at := raw.find(string)) >= 0]
         if hits:
             at, self.stop = min(hits)
             self.finish_reason, self.stop_id = "stop", None
-            if turn is None:
-                self._cut(raw, at)
-        elif self.finish_reason is None and turn is None:
+            self._cut(raw, at)
+        elif self.finish_reason is None:
             begun = max(n for s in strings for n in range(len(s)) if raw.endswith(s[:n]))
             return self._wholly_before(raw, len(raw) - begun)
         return len(self.tokens)
 
-    def _content(self, raw: str) -> str:
-        """The content so far. What may still turn out to be a call is none of it before the answer ends."""
-        stream = ResponseStream(in_thought=self.request.turn.in_thought)
-        stream.feed(raw)
+    def _look_in_content(self) -> int:
+        """Of a turn of a conversation, whose tokens all stay: its reader finds the end of the content in them."""
+        if self.reader is None:
+            self.reader = TurnReader(self.tokenizer, self.request.turn, self.request.sampling.stop)
+        self.reader.feed(self.tokens[self.told :])
         if self.finish_reason is not None:
-            stream.finish()
-        return stream.response.content
+            self.reader.finish()
+        if self.reader.stopped is not None:
+            self.finish_reason, self.stop_id, self.stop = "stop", None, self.reader.stopped
+        return len(self.tokens)
 
     def _cut(self, raw: str, at: int) -> None:
         kept = self._wholly_before(raw, at)

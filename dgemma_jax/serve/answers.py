@@ -74,6 +74,7 @@ def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
     if choice == "none" and CALL in model.tokenizer.special_ids:
         sampling = replace(sampling, suppress=(*model.defaults.suppress, model.tokenizer.special_ids[CALL]))
     request = model.request(body.conversation(), sampling, body.seed, tools, body.thinking)
+    request = replace(request, turn=request.turn._replace(calls=tools is not None))
     drafts = 1 if body.stream_drafts else None
     forced = tuple(names) if choice == "required" or isinstance(choice, NamedChoice) else ()
 

@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dgemma_jax.engine.request import Request, Turn
+from dgemma_jax.engine.request import Request
 from dgemma_jax.events import Canvas, Completion, Draft, Finished
 from dgemma_jax.sampling import MOST_LOGPROBS
 from dgemma_jax.text import CallEnd, ResponseStream, Tokenizer, parse_response
 from dgemma_jax.text.segments import Segments
+from dgemma_jax.text.turn import Turn
 
 if TYPE_CHECKING:
     from dgemma_jax.engine.engine import Engine
@@ -98,7 +99,8 @@ class FirstCall:
                 yield event
         elif self.names and (await call.result()).finish_reason == "stop":
             closed = [*call.tokens, self.tokenizer.token_id(CALL_CLOSE)]  # the turn ended inside the call
-            self.complete = bool(parse_response(self.tokenizer.decode(closed), *self.request.turn).tool_calls)
+            tools, in_thought, _ = self.request.turn
+            self.complete = bool(parse_response(self.tokenizer.decode(closed), tools, in_thought).tool_calls)
             yield self._tell(closed if self.complete else call.tokens, 0)
 
     async def _call_best(self, call: _Pass, known: Sequence[int]) -> AsyncIterator[Draft | Canvas]:
@@ -211,7 +213,8 @@ class CallFinder:
     """Finds the token that completes the first call of an answer."""
 
     def __init__(self, tokenizer: Tokenizer, turn: Turn):
-        self._decoder, self._stream, self._read = tokenizer.decoder(), ResponseStream(*turn), 0
+        self._decoder, self._read = tokenizer.decoder(), 0
+        self._stream = ResponseStream(turn.tools, turn.in_thought)
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """How many of the answer's tokens reach the end of the first call; None if it is still to come.

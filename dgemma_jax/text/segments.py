@@ -17,20 +17,25 @@ _BARE_KEY = re.compile(r"""[^\s:,{}\[\]<"'][^:,{}\[\]<]*(?<!\s)""")
 
 
 class Segments:
-    """Collects (string, is_control) pairs; neighbouring texts become one, so that they are encoded together."""
+    """Collects strings, each a control token or text; neighbouring texts are one, so that they are encoded together."""
 
     def __init__(self):
-        self.parts: list[tuple[str, bool]] = []
+        self._parts: list[tuple[list[str], bool]] = []  # the pieces of each, joined once at the end
+
+    @property
+    def parts(self) -> list[tuple[str, bool]]:
+        """(string, whether it is a control token)."""
+        return [("".join(pieces), control) for pieces, control in self._parts]
 
     def text(self, string: str) -> "Segments":
-        if string and self.parts and not self.parts[-1][1]:
-            string = self.parts.pop()[0] + string
-        if string:
-            self.parts.append((string, False))
+        if string and self._parts and not self._parts[-1][1]:
+            self._parts[-1][0].append(string)
+        elif string:
+            self._parts.append(([string], False))
         return self
 
     def control(self, token: str) -> "Segments":
-        self.parts.append((token, True))
+        self._parts.append(([token], True))
         return self
 
     def quoted(self, string: str, path: str | None = None) -> "Segments":
@@ -77,6 +82,10 @@ class Segments:
 
     def __str__(self) -> str:
         return "".join(string for string, _ in self.parts)
+
+    def fewest_tokens(self, tokenizer) -> int:
+        """How many ids `encode` gives at least; known at once, where encoding a long text takes its time."""
+        return sum(1 if control else -(-len(string) // tokenizer.longest_token) for string, control in self.parts)
 
     def encode(self, tokenizer) -> list[int]:
         """Control segments by id, the rest with special tokens not recognised."""

@@ -1,9 +1,12 @@
 """Token ids from text and back, over a `tokenizer.json` of the `tokenizers` library."""
 
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
+
+LONG_TEXT = 4096  # characters from which encoding takes long enough to be felt by other threads
 
 
 class Tokenizer:
@@ -34,6 +37,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._control.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n characters has at least n / longest_token tokens."""
+        return max(map(len, self._control.get_vocab(with_added_tokens=True)))
+
     def token_id(self, name: str) -> int:
         """The id of one token by its string. ValueError if the vocabulary lacks it."""
         id = self._control.token_to_id(name)
@@ -49,8 +57,12 @@ class Tokenizer:
         Lone surrogates, which UTF-8 cannot carry, become U+FFFD.
         """
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        backend = self._control if control else self._plain
         try:
-            return (self._control if control else self._plain).encode(text, add_special_tokens=False).ids
+            if len(text) < LONG_TEXT:
+                return backend.encode(text, add_special_tokens=False).ids
+            # A batch, because only for that the library lets other threads run.
+            return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except Exception as error:  # the library raises bare Exception where its vocabulary lacks a token
             raise ValueError(f"text {text!r:.60}: the tokenizer cannot encode it ({error}); use another one") from None
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -67,6 +68,24 @@ def test_threads_do_not_disturb_each_other(tokenizer):
     with ThreadPoolExecutor(4) as pool:
         for control, ids in pool.map(lambda n: (n % 2 == 0, tokenizer.encode(text, n % 2 == 0)), range(200)):
             assert ids == expected[control]
+
+
+def test_a_long_text_is_encoded_like_a_short_one_and_lets_other_threads_run(tokenizer):
+    words = "go on é <|turn>"
+    assert tokenizer.encode(words * 1000) == tokenizer.encode(words) * 1000
+    assert tokenizer.encode(words * 1000, control=False) == tokenizer.encode(words, control=False) * 1000
+    thread, ticks = threading.Thread(target=tokenizer.encode, args=("go on " * 40_000,)), 0
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.001)
+        ticks += 1
+    assert ticks > 10
+
+
+@given(st.text())
+def test_a_text_has_no_fewer_tokens_than_its_length_allows(text):
+    for tokenizer in (gemma_like(), byte_level()):
+        assert len(tokenizer.encode(text, control=False)) * tokenizer.longest_token >= len(text)
 
 
 def test_lone_surrogates_become_replacement_characters(tokenizer):

@@ -22,9 +22,9 @@ from dgemma_jax.serve import errors, metrics, responses
 from dgemma_jax.serve.answers import Answer, TokenTexts, chat_answers, text_answers
 from dgemma_jax.serve.errors import APIError
 from dgemma_jax.serve.formats import ChatFormat, Format, TextFormat
-from dgemma_jax.serve.lifecycle import Lifecycle, Ticket
+from dgemma_jax.serve.lifecycle import Lifecycle, Ticket, detached
 from dgemma_jax.serve.protocol import REFUSED, ChatRequest, CompletionRequest, Ignored
-from dgemma_jax.serve.streaming import ClientGone, EventStream, attended, together, within
+from dgemma_jax.serve.streaming import ClientGone, EventStream, Limit, attended, together
 from dgemma_jax.text import Event
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def create_app(
     )
     app.state.lifecycle = lifecycle
     errors.install(app)
-    app.add_middleware(Gatekeeper, api_key=api_key, max_body_bytes=max_body_bytes)
+    app.add_middleware(Gatekeeper, api_key=api_key, max_body_bytes=max_body_bytes, limit=request_timeout)
     _add_completions(app, _Service(engine, model_name, lifecycle, request_timeout))
     _add_models(app, engine, model_name)
     _add_probes(app, lifecycle)
@@ -169,31 +169,38 @@ class _Service:
     ) -> Response:
         """The response to a request that is well-formed."""
         check_model(body.model, self.model_name)
+        limit = Limit(self.limit)
         count = (body.n or 1) * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
         headers = {IGNORED_HEADER: ", ".join(ignored)} if (ignored := body.ignored()) else {}
         with ExitStack() as stack:
             ticket = stack.enter_context(self.lifecycle.admit(count))
-            async with within(self.limit):
-                answers = await self._prepared(prepare, body)
-            shown = format(self.engine.model.tokenizer, self.texts, self.model_name)
-            if body.stream:
-                close = stack.pop_all().close
-                write = partial(self._stream, body=body, answers=answers, shown=shown, ticket=ticket)
-                return EventStream(write, self.limit, close, headers)
             try:
-                async with within(self.limit):
-                    return await attended(self._whole(answers, shown, ticket, headers), request.receive)
+                async with limit.kept():
+                    answers = await attended(self._prepared(prepare, body, stack), request.receive)
+                    shown = format(self.engine.model.tokenizer, self.texts, self.model_name)
+                    if not body.stream:
+                        return await attended(self._whole(answers, shown, ticket, headers), request.receive)
             except ClientGone:
                 return Response(status_code=499)  # nobody reads it
             except Exception as error:
                 raise errors.shaped(error) from error
+            write = partial(self._stream, body=body, answers=answers, shown=shown, ticket=ticket)
+            return EventStream(write, limit, stack.pop_all().close, headers)
 
-    async def _prepared(self, prepare: Callable[[Engine, Any], list[Answer]], body: Any) -> list[Answer]:
-        """In a thread, because rendering and encoding a long prompt takes its time."""
+    async def _prepared(
+        self, prepare: Callable[[Engine, Any], list[Answer]], body: Any, room: ExitStack
+    ) -> list[Answer]:
+        """In a thread, because rendering and encoding a long prompt takes its time. A thread cannot be stopped: where
+        nobody waits for it any more, it takes its room until it is through."""
+        work = detached(partial(prepare, self.engine, body))
         try:
-            return await asyncio.to_thread(prepare, self.engine, body)
+            return await asyncio.shield(work)
         except ValueError as error:
             raise errors.bad_request(error, type(body).model_fields) from error
+        finally:
+            if not work.done():
+                kept = room.pop_all()
+                work.add_done_callback(lambda _: kept.close())
 
     async def _whole(
         self, answers: Sequence[Answer], shown: Format, ticket: Ticket, headers: Mapping[str, str]
@@ -257,11 +264,12 @@ class _Service:
 
 
 class Gatekeeper:
-    """Turns away requests without the key, and bodies that are too long, before anything of them is kept."""
+    """Turns away requests without the key, and bodies that are too long or take too long to come, before anything of
+    them is kept. limit: seconds for a whole body."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int):
-        self.app, self.max_body_bytes = app, max_body_bytes
-        self.key = None if api_key is None else f"Bearer {api_key}".encode()
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int, limit: float):
+        self.app, self.max_body_bytes, self.limit = app, max_body_bytes, limit
+        self.key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -274,11 +282,14 @@ class Gatekeeper:
         except APIError as error:
             await error.response()(scope, receive, send)
             return
-        await self.app(scope, self._counting(receive), send)
+        await self.app(scope, self._bounded(receive), send)
 
     def _check_key(self, path: str, given: bytes) -> None:
         guarded = path.startswith("/v1") or path == "/metrics"
-        if guarded and self.key is not None and not hmac.compare_digest(given, self.key):
+        if self.key is None or not guarded:
+            return
+        scheme, _, key = given.partition(b" ")
+        if not hmac.compare_digest(key, self.key) or scheme.lower() != b"bearer":
             message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -286,19 +297,29 @@ class Gatekeeper:
         if given.isdigit() and int(given) > self.max_body_bytes:
             raise self._too_long()
 
-    def _counting(self, receive: Receive) -> Receive:
-        seen = 0
+    def _bounded(self, receive: Receive) -> Receive:
+        seen, end = 0, asyncio.get_running_loop().time() + self.limit
 
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+        async def bounded() -> Message:
+            nonlocal seen, end
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                raise self._closing(408, f"the body did not come within {self.limit:g} s; send it at once") from None
+            if not message.get("more_body"):
+                end = None  # what comes behind the body is the client's leaving
             seen += len(message.get("body", b""))
             if seen > self.max_body_bytes:
                 raise self._too_long()
             return message
 
-        return counted
+        return bounded
 
     def _too_long(self) -> APIError:
-        message = f"the body is longer than {self.max_body_bytes:,} bytes, this server's limit; send less"
-        return APIError(413, message, headers={"Connection": "close"})
+        what = f"the body is longer than {self.max_body_bytes:,} bytes, this server's limit; send less"
+        return self._closing(413, what)
+
+    @staticmethod
+    def _closing(status: int, message: str) -> APIError:
+        return APIError(status, message, headers={"Connection": "close"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from reprlib import Repr
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +15,8 @@ from starlette.exceptions import HTTPException
 from dgemma_jax.serve.protocol import REFUSED
 
 logger = logging.getLogger(__name__)
+_SHORT = Repr()  # for values of any size and depth
+_SHORT.maxstring = _SHORT.maxother = 60
 
 
 class APIError(HTTPException):
@@ -89,7 +92,8 @@ def _standard(request: Request, error: HTTPException) -> str:
 
 
 def _invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> APIError:
-    """The first of pydantic's problems, with what else its field could have been."""
+    """Of pydantic's problems the one that lies deepest, then farthest: where a field may be of several kinds, that is
+    the kind which fits best. With it goes what else its field could have been."""
     first = problems[0]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
@@ -97,7 +101,9 @@ def _invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> APIError:
         return APIError(400, "the body is no JSON object; send one, with the header Content-Type: application/json")
     if first["type"] == "value_error":  # of several fields together
         return bad_request(first["ctx"]["error"], body)
-    path = _path(first["loc"][1:], body)
+    paths = [_path(problem, body) for problem in problems]
+    path = max(paths, key=lambda path: (len(path), [part for part in path if isinstance(part, int)]))
+    first = problems[paths.index(path)]
     if not path:
         return APIError(400, f"the body cannot be used: {first['msg']}")
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
@@ -107,18 +113,19 @@ def _invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     if first["type"] == "extra_forbidden":
         why = REFUSED[name].why if name in REFUSED else "there is no such field; /docs lists what there is"
         return APIError(400, f"{param!s:.200} cannot be honoured: {why}", param[:200])
-    expected = dict.fromkeys(problem["msg"] for problem in problems if _path(problem["loc"][1:], body) == path)
-    return APIError(400, f"{param!s:.200} is {first['input']!r:.60}: {'; or: '.join(expected)}", param[:200])
+    expected = dict.fromkeys(problem["msg"] for problem, own in zip(problems, paths, strict=True) if own == path)
+    return APIError(400, f"{param!s:.200} is {_SHORT.repr(first['input'])}: {'; or: '.join(expected)}", param[:200])
 
 
-def _path(location: Sequence[str | int], value: Any) -> list[str | int]:
+def _path(problem: Mapping[str, Any], value: Any) -> list[str | int]:
     """The part of pydantic's location that leads through the body: it also names the members of unions."""
     path: list[str | int] = []
+    location = problem["loc"][1:]
     for part in location:
         known = isinstance(value, Mapping) and part in value
         if known or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             path.append(part)
             value = value[part]
-        elif isinstance(value, Mapping) and part == location[-1]:
-            path.append(part)
+    if problem["type"] == "missing":
+        path.append(location[-1])
     return path or list(location[:1])

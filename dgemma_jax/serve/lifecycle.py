@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dgemma_jax.serve.errors import APIError
 from dgemma_jax.serve.metrics import LogLine, Metrics
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
+T = TypeVar("T")
 LAST_WORDS_SECONDS = 2.0  # for cancelled requests to tell their clients
 
 
@@ -104,7 +105,7 @@ class Lifecycle:
         self.draining = True
         if not await self._empty(limit) and self.engine.error is None:
             logger.warning("%d answers are not done after %g s and are cancelled", self.open, limit)
-            _detached(partial(self.engine.close, cancel=True))
+            detached(partial(self.engine.close, cancel=True))
             await self._empty(LAST_WORDS_SECONDS)
 
     async def _empty(self, limit: float) -> bool:
@@ -126,7 +127,7 @@ class Lifecycle:
 
     async def _warm_up(self) -> None:
         with contextlib.suppress(RuntimeError):  # the engine has failed or was closed: told elsewhere
-            await _detached(self.engine.warmup)
+            await detached(self.engine.warmup)
             self.warm = True
             logger.info("ready")
 
@@ -143,8 +144,11 @@ class Lifecycle:
                 logger.info(line)
 
 
-def _detached(function: Callable[[], object]) -> asyncio.Future:
-    """Runs a function in a thread that the end of the process does not wait for: a compilation takes minutes."""
+def detached(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs a function in a thread that the end of the process does not wait for: a compilation takes minutes.
+
+    The thread goes on where the future is cancelled.
+    """
     done: Future = Future()
     done.set_running_or_notify_cancel()  # it cannot be stopped
 

@@ -1,14 +1,15 @@
 """Requests in OpenAI's format, with the knobs of diffusion as extensions.
 
 A field is in one of three lists. Honoured: the fields of `ChatRequest` and `CompletionRequest`. Accepted without effect
-and named in the response header X-Ignored-Fields: those of `Ignored`. Refused: all others; those in REFUSED with a
-reason, unless they hold a value that asks for nothing.
+and named in the response header X-Ignored-Fields: those declared as NoEffect. Refused: all others; those in REFUSED
+with a reason, unless they hold a value that asks for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -48,8 +49,11 @@ REFUSED = {
     "web_search_options": Refusal("the model cannot search; offer a tool that does"),
     "functions": Refusal("use tools", ([],)),
     "function_call": Refusal("use tool_choice", ("auto",)),
+    "strict": Refusal("arguments cannot be held to a schema while decoding", (False,)),
 }
-MESSAGE_IGNORED = ("refusal", "annotations")  # what clients put back into a conversation that they have received
+NoEffect = Annotated[Any, Field(exclude=True, description="accepted without effect")]
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]  # told of the first that is wrong; there may be millions
 
 
 class Strict(BaseModel):
@@ -59,10 +63,26 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, data: Any) -> Any:
+    def _known_or_first_unknown(cls, data: Any) -> Any:
+        """Without unknown fields that ask for nothing, and with only one of those that do: one is told."""
         if not isinstance(data, Mapping):
             return data
-        return {name: value for name, value in data.items() if name in cls.model_fields or not _neutral(name, value)}
+        known = {name: data[name] for name in cls.model_fields if name in data}
+        unknown = (name for name in data if name not in cls.model_fields and not _neutral(name, data[name]))
+        return known | {name: data[name] for name in islice(unknown, 1)}
+
+    def ignored(self) -> list[str]:
+        """The fields without effect that hold something, those of parts by their path, each once."""
+        return list(dict.fromkeys(self._without_effect()))
+
+    def _without_effect(self) -> Iterator[str]:
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if field.exclude and value is not None:
+                yield name
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Strict):
+                    yield from (f"{name}.{inner}" for inner in part._without_effect())
 
 
 def _neutral(name: str, value: Any) -> bool:
@@ -70,19 +90,15 @@ def _neutral(name: str, value: Any) -> bool:
 
 
 class Ignored(Strict):
-    """Fields that are accepted and have no effect on the answer."""
+    """Fields of a request that have no effect on the answer."""
 
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-
-    def ignored(self) -> list[str]:
-        """Those that this request holds."""
-        return [name for name in Ignored.model_fields if getattr(self, name) is not None]
+    user: NoEffect = None
+    metadata: NoEffect = None
+    store: NoEffect = None
+    service_tier: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
 
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -91,7 +107,7 @@ ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-
 
 class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="end with a chunk that holds the usage")
-    include_obfuscation: bool | None = Field(None, description="accepted without effect")
+    include_obfuscation: NoEffect = None
 
 
 class Request(Ignored):
@@ -101,7 +117,7 @@ class Request(Ignored):
     max_tokens: int | None = Field(None, ge=1, description="longest answer; left out: to the end of the context")
     n: int | None = Field(None, ge=1, le=128, description="answers per prompt")
     seed: int | None = Field(None, ge=0, lt=2**63, description="the same seed gives the same answer")
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = Field(None, description="end before this text")
+    stop: Text | Annotated[Items[Text], Field(max_length=16)] | None = Field(None, description="end before this text")
     stream: bool | None = Field(None, description="server-sent events, a chunk or more per canvas")
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, description="of the proposals only; 0 proposes the likeliest tokens")
@@ -113,6 +129,13 @@ class Request(Ignored):
     t_max: float | None = Field(None, description="temperature of the first step; null: no temperature")
     stability_threshold: int | None = Field(None, description="steps that a canvas stays the same; null: no early stop")
     confidence_threshold: float | None = Field(None, description="mean entropy, nats, of a done canvas; null: as above")
+
+    @model_validator(mode="after")
+    def _needs_stream(self) -> Request:
+        for name in ("stream_options", "stream_drafts"):
+            if getattr(self, name, None) and not self.stream:
+                raise ValueError(f"{name} needs stream: true")
+        return self
 
     def sampling(self) -> Sampling:
         """The choices of this request, n and seed left to the caller. ValueError for a value out of range."""
@@ -152,29 +175,25 @@ class MessageCall(Strict):
     function: CalledFunction
 
 
-class Part(BaseModel):
-    """A part of a message; only text is read."""
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+    cache_control: NoEffect = None
 
-    model_config = ConfigDict(extra="allow")
-    type: str
-    text: str | None = None
+
+Part = TextPart  # of a message
 
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | dict[str, Any] | None = None
+    content: str | Items[Part] | dict[str, Any] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[MessageCall] | None = None
+    tool_calls: Items[MessageCall] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_ignored(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        return {name: value for name, value in data.items() if name not in MESSAGE_IGNORED}
+    refusal: NoEffect = None  # this and the next: what clients have received, and send back
+    annotations: NoEffect = None
 
 
 class Function(Strict):
@@ -182,7 +201,6 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     response: dict[str, Any] | None = None
-    strict: Literal[False] | None = Field(None, description="arguments cannot be held to a schema while decoding")
 
 
 class Tool(Strict):
@@ -204,8 +222,8 @@ class TemplateArguments(Strict):
 
 
 class ChatRequest(Request):
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[Message] = Field(min_length=1)
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the answer ends behind its first call")
     max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
@@ -223,8 +241,6 @@ class ChatRequest(Request):
             raise ValueError(f"max_tokens is {both[0]} and max_completion_tokens {both[1]}; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if self.stream_drafts and not self.stream:
-            raise ValueError("stream_drafts needs stream: true")
         wanted, effort = self._enable_thinking, self.reasoning_effort
         if None not in (wanted, effort) and wanted != (effort != "none"):
             raise ValueError(f"enable_thinking is {wanted} and reasoning_effort {effort}; give one of them")
@@ -255,15 +271,15 @@ class ChatRequest(Request):
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
 
-Ids = Annotated[list[int], Field(min_length=1)]
+Ids = Annotated[Items[int], Field(min_length=1)]
 
 
 class CompletionRequest(Request):
     prompt: (
         Annotated[str, StringConstraints(min_length=1)]
         | Ids
-        | Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1)]
-        | Annotated[list[Ids], Field(min_length=1)]
+        | Annotated[Items[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1)]
+        | Annotated[Items[Ids], Field(min_length=1)]
     ) = Field(description="text in which control tokens are recognised, or token ids; or a list of such")
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="report each token's, and so many likeliest")
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from dgemma_jax.serve.errors import APIError, shaped
 
 HEARTBEAT_SECONDS = 5.0
-LINGER_SECONDS = 30.0  # beyond the limit of an answer, for a client to read what is there
+LINGER_SECONDS = 30.0  # beyond the limit of a request
 T = TypeVar("T")
 
 
@@ -56,22 +56,32 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-@contextlib.asynccontextmanager
-async def within(limit: float | None) -> AsyncIterator[None]:
-    """APIError 504 if the block takes more than so many seconds."""
-    try:
-        async with asyncio.timeout(limit):
-            yield
-    except TimeoutError:
-        message = f"no answer within {limit:g} s, this server's limit; ask for fewer tokens"
-        raise APIError(504, message, code="timeout") from None
+class Limit:
+    """So many seconds from now for a request, all its parts together."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self._end = seconds, asyncio.get_running_loop().time() + seconds
+
+    def linger(self) -> asyncio.Timeout:
+        """The time to the end and then some, for a client to read what is there."""
+        return asyncio.timeout_at(self._end + LINGER_SECONDS)
+
+    @contextlib.asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """APIError 504 if the block goes on beyond the end."""
+        try:
+            async with asyncio.timeout_at(self._end):
+                yield
+        except TimeoutError:
+            message = f"no answer within {self.seconds:g} s, this server's limit; ask for fewer tokens"
+            raise APIError(504, message, code="timeout") from None
 
 
 class EventStream(Response):
     """A response of server-sent events.
 
-    write: given the stream, puts all events of an answer into it. limit: seconds for that. done: called, perhaps
-    twice, when no more events will come; a client that reads slowly holds up neither the engine nor this.
+    write: given the stream, puts all events of an answer into it. limit: for that. done: called, perhaps twice, when
+    no more events will come; a client that reads slowly holds up neither the engine nor this.
     """
 
     media_type = "text/event-stream"
@@ -79,7 +89,7 @@ class EventStream(Response):
     def __init__(
         self,
         write: Callable[[EventStream], Coroutine[Any, Any, None]],
-        limit: float,
+        limit: Limit,
         done: Callable[[], object],
         headers: Mapping[str, str] | None = None,
     ):
@@ -95,7 +105,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(self._limit + LINGER_SECONDS):
+            async with self._limit.linger():
                 await attended(together(self._produce(), self._deliver(send)), receive)
         except (ClientGone, TimeoutError):
             pass
@@ -104,7 +114,7 @@ class EventStream(Response):
 
     async def _produce(self) -> None:
         try:
-            async with within(self._limit):
+            async with self._limit.kept():
                 await self._write(self)
         except Exception as error:
             self._texts.put_nowait(f"data: {shaped(error).body()}\n\n")

@@ -97,7 +97,9 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> int
 
     for name, level in (("uvicorn.error", logging.WARNING), ("uvicorn.access", logging.INFO)):
         logging.getLogger(name).setLevel(level)
-    server = Server(uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=GRACE_SECONDS))
+    # h11 bounds the length of headers, which httptools does not.
+    config = uvicorn.Config(app, http="h11", log_config=None, ws="none", timeout_graceful_shutdown=GRACE_SECONDS)
+    server = Server(config)
     lifecycle.dead = lambda: setattr(server, "should_exit", True)
     server.run([listener])
     return _stopped(lifecycle.engine, server.code)

@@ -17,12 +17,14 @@ Event = Draft | Canvas | Finished
 
 
 class Handle:
-    """Iterate over its events (`for` and `async for`, each from the first event on), or wait for its result."""
+    """Iterate over its events (`for` and `async for`, each from the first event on, `once` without keeping them), or
+    wait for its result."""
 
     def __init__(self, cancel: Callable[[Handle], None]):
         self.job: Job | None = None
         self._request_cancel = cancel
         self._events: list[Event] = []
+        self._result: Completion | None = None
         self._ended, self._error = False, None
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
@@ -80,6 +82,18 @@ class Handle:
             for event in events:
                 yield event
 
+    async def once(self) -> AsyncIterator[Event]:
+        """Its events for the only one who asks for them, not kept: those of a long answer with drafts fill memory."""
+        while True:
+            await self._news(0)
+            with self._changed:
+                events, self._events = self._events, []
+            if not events:
+                self._raise()
+                return
+            for event in events:
+                yield event
+
     def __await__(self) -> Generator[Any, None, Completion]:
         return self._wait().__await__()
 
@@ -99,7 +113,7 @@ class Handle:
 
     def _completion(self) -> Completion:
         self._raise()
-        return self._events[-1].completion
+        return self._result
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -111,6 +125,8 @@ class Handle:
         """Tell an event."""
         with self._changed:
             self._events.append(event)
+            if isinstance(event, Finished):
+                self._result = event.completion
             self._tell()
 
     def end(self, error: BaseException | None = None) -> None:

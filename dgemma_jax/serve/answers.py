@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dgemma_jax.engine.engine import Engine
     from dgemma_jax.sampling import Sampling
 
+MOST_REPORTED = 1 << 21  # log-probabilities in a response: a gigabyte while it is written
 Run = Callable[[], AsyncIterator[Draft | Canvas | Finished]]
 
 
@@ -65,7 +66,9 @@ def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
     names = [tool["function"]["name"] for tool in functions]
     if isinstance(choice, NamedChoice):
         if choice.function.name not in names:
-            raise ValueError(f"tool_choice names {choice.function.name!r:.80}; expected one of the tools: {names}")
+            raise ValueError(
+                f"tool_choice names {choice.function.name!r:.80}; expected one of the tools: {names!r:.200}"
+            )
         names = [choice.function.name]
     elif choice == "required" and not names:
         raise ValueError("tool_choice is 'required'; expected tools to choose from")
@@ -85,6 +88,7 @@ def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
 
     stop = request.sampling.stop
     copies = [replace(request, copy=copy) for copy in range(body.n or 1)]
+    _check_report(copies)
     return [Answer(i, 0, run(copy), ChatReader(model.tokenizer, request.turn, stop)) for i, copy in enumerate(copies)]
 
 
@@ -93,16 +97,29 @@ def text_answers(engine: Engine, body: CompletionRequest) -> list[Answer]:
     sampling: Sampling = body.sampling()
     requests = [engine.model.request(prompt, sampling, body.seed) for prompt in body.prompts()]
     copies = [(n, replace(request, copy=copy)) for n, request in enumerate(requests) for copy in range(body.n or 1)]
+    _check_report([copy for _, copy in copies])
     return [
         Answer(index, prompt, lambda copy=copy: _free(engine, copy, None), TextReader(engine.model.tokenizer))
         for index, (prompt, copy) in enumerate(copies)
     ]
 
 
+def _check_report(requests: Sequence[Request]) -> None:
+    """ValueError for log-probabilities that would be too many for one response."""
+    if not requests[0].sampling.logprobs:
+        return
+    tokens, each = sum(request.budget for request in requests), 1 + (requests[0].sampling.top_logprobs or 0)
+    if tokens * each > MOST_REPORTED:
+        raise ValueError(
+            f"max_tokens leaves {tokens:,} tokens with {each} log-probabilities each; expected at most"
+            f" {MOST_REPORTED // each:,} tokens, of all answers together, or fewer log-probabilities"
+        )
+
+
 async def _free(engine: Engine, request: Request, drafts: int | None) -> AsyncIterator[Draft | Canvas | Finished]:
     handle = engine.submit_request(request, drafts)
     try:
-        async for event in handle:
+        async for event in handle.once():
             yield event
     finally:
         handle.cancel()

@@ -171,12 +171,12 @@ class _Service:
         check_model(body.model, self.model_name)
         limit = Limit(self.limit)
         count = (body.n or 1) * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
-        headers = {IGNORED_HEADER: ", ".join(ignored)} if (ignored := body.ignored()) else {}
         with ExitStack() as stack:
             ticket = stack.enter_context(self.lifecycle.admit(count))
             try:
                 async with limit.kept():
-                    answers = await attended(self._prepared(prepare, body, stack), request.receive)
+                    answers, ignored = await attended(self._prepared(prepare, body, stack), request.receive)
+                    headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
                     shown = format(self.engine.model.tokenizer, self.texts, self.model_name)
                     if not body.stream:
                         return await attended(self._whole(answers, shown, ticket, headers), request.receive)
@@ -189,10 +189,13 @@ class _Service:
 
     async def _prepared(
         self, prepare: Callable[[Engine, Any], list[Answer]], body: Any, room: ExitStack
-    ) -> list[Answer]:
-        """In a thread, because rendering and encoding a long prompt takes its time. A thread cannot be stopped: where
-        nobody waits for it any more, it takes its room until it is through."""
-        work = detached(partial(prepare, self.engine, body))
+    ) -> tuple[list[Answer], list[str]]:
+        """The answers, not yet begun, and the fields that have no effect.
+
+        In a thread, because rendering and encoding a long prompt takes its time. It cannot be stopped: where nobody
+        waits for it any more, it keeps its room until it is through.
+        """
+        work = detached(lambda: (prepare(self.engine, body), body.ignored()))
         try:
             return await asyncio.shield(work)
         except ValueError as error:
@@ -238,7 +241,7 @@ class _Service:
         canvas = 0
         async for event, new in answer.events():
             if drafts and isinstance(event, Draft):
-                out.put(self._draft(answer, canvas, event), "draft")
+                out.offer(self._draft(answer, canvas, event), "draft")
             if isinstance(event, Canvas):
                 ticket.first_canvas()
                 if drafts:

@@ -87,7 +87,9 @@ def _standard(request: Request, error: HTTPException) -> str:
     if error.status_code == 405:
         return f"{what} is not allowed; /docs lists the methods"
     if error.status_code == 400:
-        return "the body cannot be read as JSON; send one JSON object"
+        return (
+            "the body cannot be read as JSON, or is nested too deeply, or holds too long a number; send a JSON object"
+        )
     return str(error.detail)
 
 
@@ -96,7 +98,7 @@ def _invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     the kind which fits best. With it goes what else its field could have been."""
     first = problems[0]
     if first["type"] == "json_invalid":
-        return APIError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+        return APIError(400, f"the body is not valid JSON: {first['ctx']['error']} (character {first['loc'][-1]})")
     if not isinstance(body, Mapping):
         return APIError(400, "the body is no JSON object; send one, with the header Content-Type: application/json")
     if first["type"] == "value_error":  # of several fields together

@@ -65,7 +65,7 @@ class Strict(BaseModel):
     @classmethod
     def _known_or_first_unknown(cls, data: Any) -> Any:
         """Without unknown fields that ask for nothing, and with only one of those that do: one is told."""
-        if not isinstance(data, Mapping):
+        if not isinstance(data, Mapping) or data.keys() <= cls.model_fields.keys():
             return data
         known = {name: data[name] for name in cls.model_fields if name in data}
         unknown = (name for name in data if name not in cls.model_fields and not _neutral(name, data[name]))
@@ -76,9 +76,9 @@ class Strict(BaseModel):
         return list(dict.fromkeys(self._without_effect()))
 
     def _without_effect(self) -> Iterator[str]:
-        for name, field in type(self).model_fields.items():
+        for name in sorted(self.model_fields_set):
             value = getattr(self, name)
-            if field.exclude and value is not None:
+            if value is not None and type(self).model_fields[name].exclude:
                 yield name
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, Strict):

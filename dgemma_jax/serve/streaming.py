@@ -16,6 +16,7 @@ from dgemma_jax.serve.errors import APIError, shaped
 
 HEARTBEAT_SECONDS = 5.0
 LINGER_SECONDS = 30.0  # beyond the limit of a request
+MOST_WAITING = 256  # events, beyond which some are left out
 T = TypeVar("T")
 
 
@@ -102,6 +103,11 @@ class EventStream(Response):
         """Adds one event."""
         text = data.model_dump_json() if isinstance(data, BaseModel) else json.dumps(data, separators=(",", ":"))
         self._texts.put_nowait(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
+
+    def offer(self, data: BaseModel | Mapping[str, Any], name: str) -> None:
+        """Adds an event that a client can do without, unless that reads so slowly that many wait."""
+        if self._texts.qsize() < MOST_WAITING:
+            self.put(data, name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -196,7 +196,7 @@ class _Pass:
 
     async def events(self) -> AsyncIterator[Draft | Canvas]:
         """All but the end."""
-        async for event in self.handle:
+        async for event in self.handle.once():
             if isinstance(event, Canvas):
                 self.tokens += event.tokens
                 self.steps.append(event.steps)

@@ -22,7 +22,8 @@ NAME = "scripted"
 def serving(engine, **options) -> Iterator[str]:
     """The address of a running server."""
     app = create_app(engine, NAME, **options)
-    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5, ws="none", access_log=False)
+    quiet = {"log_level": "warning", "access_log": False}
+    config = uvicorn.Config(app, port=0, http="h11", timeout_graceful_shutdown=5, ws="none", **quiet)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -16,6 +16,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 THOUGHT = "<|channel>thought\nWhat is it?\n<channel|>"
 PARIS = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,n:3}<tool_call|>'
 NOON = "<|tool_call>call:time{}<tool_call|>"
+WITH_USAGE = {True: {"include_usage": True}, False: openai.NOT_GIVEN}
 TEXTS = {
     "plain": "It is fine.<turn|>",
     "several canvases": "one two three four five six seven eight nine ten.<turn|>",
@@ -170,6 +171,18 @@ def test_no_call_may_come(client, says, engine, tiny):
     assert engine.requests[0].ids == engine.requests[1].ids, "the tools are not offered"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_in_what_reads_like_a_call_and_is_none_ends_the_answer(client, says, stream):
+    says("I call:weather{n:3}" + " and on" * 200)
+    got = ask(
+        client, tools=openai.NOT_GIVEN, stop=["never", '{"n": 3'], stream=stream, stream_options=WITH_USAGE[stream]
+    )
+    *chunks, last = got if stream else [got]
+    got = joined(chunks) if stream else whole(last)
+    assert (got["content"], got["finish"], got["calls"]) == ("I call:weather", "stop", [])
+    assert last.usage.diffusion["canvases"] < 3, "the engine ends it too"
+
+
 def test_one_call_at_a_time(client, says):
     says(PARIS + NOON + "<turn|>")
     assert len(ask(client).choices[0].message.tool_calls) == 2
@@ -292,6 +305,10 @@ def test_errors_are_the_clients_own(client, says):
         ask(client, tool_choice="required", tools=openai.NOT_GIVEN)
     with pytest.raises(openai.BadRequestError, match="max_tokens leaves 3"):
         ask(client, tool_choice="required", max_tokens=3)
+    with pytest.raises(openai.BadRequestError, match="with 21 log-probabilities each; expected at most 99,864 tokens"):
+        ask(client, logprobs=True, top_logprobs=20, n=32)
+    with pytest.raises(openai.BadRequestError, match="stream_options needs stream: true"):
+        ask(client, stream_options={"include_usage": True})
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
 
@@ -299,7 +316,12 @@ def test_errors_are_the_clients_own(client, says):
 def test_fields_without_effect_are_named(client, says):
     says("fine<turn|>")
     raw = client.chat.completions.with_raw_response.create(
-        model=NAME, messages=HELLO, user="me", metadata={"a": "b"}, presence_penalty=0, logit_bias={}
+        model=NAME,
+        messages=[*HELLO, {"role": "assistant", "content": "a", "refusal": "no", "annotations": [{}]}, *HELLO],
+        user="me",
+        metadata={"a": "b"},
+        presence_penalty=0,
+        logit_bias={},
     )
-    assert raw.headers["x-ignored-fields"] == "user, metadata"
+    assert raw.headers["x-ignored-fields"] == "messages.annotations, messages.refusal, metadata, user"
     assert raw.parse().choices[0].message.content == "fine"

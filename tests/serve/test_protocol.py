@@ -14,6 +14,7 @@ from tests.serve.harness import ScriptedEngine, serving
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STRICT = {"type": "function", "function": {"name": "g", "strict": True}}
 ROUTES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 VALID = {
     "/v1/chat/completions": {"messages": HELLO, "tools": [TOOL], "tool_choice": "auto", "n": 1, "max_tokens": 64},
@@ -117,6 +118,38 @@ def test_the_lists_of_fields_are_apart():
         assert not set(REFUSED) & set(model.model_fields)
     for path, name in ((path, name) for path in ROUTES for name in Ignored.model_fields):
         assert ROUTES[path].model_validate(VALID[path] | {name: [1]}).ignored() == [name]
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [{"role": "user", "content": [part, part]}], "stream": True}
+    request = ChatRequest.model_validate(body | {"stream_options": {"include_obfuscation": False}})
+    assert request.ignored() == ["messages.content.cache_control", "stream_options.include_obfuscation"]
+    assert request.conversation() == [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "message"),
+    [
+        ({"messages": [{}] * 1000}, "messages[0].role", "messages[0].role is missing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0].type",
+            "'text'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "is missing"),
+        ({"messages": [{"role": "user", "content": [1] * 1000}]}, "messages[0].content[0]", "is 1: "),
+        ({"tools": [TOOL, STRICT]}, "tools[1].function.strict", "cannot be held to a schema"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "is missing"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "should be 'function'"),
+        ({f"odd{n}": 1 for n in range(1000)}, "odd0", "there is no such field"),
+        ({"temperature": [[[[[[[[[[0]]]]]]]]]]}, "temperature", "is [[[[[[[...]]]]]]]: Input should be a valid number"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16 items"),
+    ],
+)
+def test_the_first_fault_is_named(http, changed, param, message):
+    """One of any number, where it is, and briefly."""
+    answer = http.post("/v1/chat/completions", json=VALID["/v1/chat/completions"] | changed)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert message in error["message"] and len(error["message"]) < 300
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from dgemma_jax.serve import app as app_module
 from dgemma_jax.serve import streaming
+from dgemma_jax.serve.answers import chat_answers
 from dgemma_jax.serve.app import create_app
 from tests.serve.harness import NAME, ScriptedEngine, serving
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 FINE = "fine<turn|>"
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {{}}\r\n\r\n"
 
 
 def scripted(tiny, text=FINE, **options):
@@ -37,13 +40,21 @@ def eventually(condition, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def address_of(url: str) -> tuple[str, int]:
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
 def test_a_full_queue_turns_requests_away(tiny):
-    engine = scripted(tiny, slots=2, delay=1.5)
+    gate = threading.Event()
+    engine = ScriptedEngine(tiny, lambda request: gate.wait(60) and FINE, slots=2)
     with serving(engine, max_queue=3) as url, httpx2.Client(base_url=url, timeout=60) as http:
         with ThreadPoolExecutor(12) as pool:
-            answers = list(pool.map(lambda _: http.post(CHAT, json=HELLO), range(12)))
-        codes = [answer.status_code for answer in answers]
-        assert codes.count(200) >= 5 and codes.count(200) + codes.count(429) == 12 and 429 in codes
+            pending = [pool.submit(http.post, CHAT, json=HELLO) for _ in range(12)]
+            eventually(lambda: sum(one.done() for one in pending) == 7)
+            gate.set()
+        answers = [one.result() for one in pending]
+        assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 7
         for answer in answers:
             if answer.status_code == 429:
                 assert error_of(answer)["code"] == "queue_full"
@@ -51,9 +62,38 @@ def test_a_full_queue_turns_requests_away(tiny):
             else:
                 assert answer.json()["choices"][0]["message"]["content"] == "fine"
         rejected = re.search(r'dgemma_requests_total\{.*outcome="rejected"\} ([\d.]+)', http.get("/metrics").text)
-        assert float(rejected[1]) == codes.count(429)
+        assert float(rejected[1]) == 7
         assert http.post(CHAT, json=HELLO).status_code == 200, "the room is free again"
         assert error_of(http.post(CHAT, json=HELLO | {"n": 6}))["param"] == "n"
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_prompt_that_takes_long_to_prepare(tiny, monkeypatch, leaves):
+    """Time runs out, or the client leaves, in the middle: the thread goes on, and as long as that its room is taken."""
+    gate, engine = threading.Event(), scripted(tiny, slots=1)
+    monkeypatch.setattr(app_module, "chat_answers", lambda *given: gate.wait(60) and chat_answers(*given))
+    how = {"max_queue": 0, "request_timeout": 60 if leaves else 0.3}
+    with serving(engine, **how) as url, httpx2.Client(base_url=url, timeout=60) as http:
+        if leaves:
+            with pytest.raises(httpx2.ReadTimeout):
+                http.post(CHAT, json=HELLO, timeout=0.3)
+        else:
+            assert error_of(http.post(CHAT, json=HELLO | {"stream": True}))["code"] == "timeout"
+        assert http.post(CHAT, json=HELLO).status_code == 429
+        gate.set()
+        eventually(lambda: http.post(CHAT, json=HELLO).status_code == 200)
+        assert len(engine.requests) == 1
+
+
+def test_a_body_that_does_not_come(tiny):
+    with serving(scripted(tiny), request_timeout=0.3) as url, socket.socket() as slow:
+        slow.connect(address_of(url))
+        slow.settimeout(20)
+        slow.sendall(HEAD.format(100).encode() + b'{"messages": ')
+        received = b""
+        while part := slow.recv(1 << 16):
+            received += part
+    assert received.startswith(b"HTTP/1.1 408 ") and b"the body did not come within 0.3 s" in received
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -91,16 +131,15 @@ def test_heartbeats_while_there_is_nothing_to_tell(tiny, monkeypatch):
     assert [block for block in blocks if '"fine"' in block]
 
 
-def test_a_slow_reader_holds_up_nobody(tiny):
+def test_a_slow_reader_holds_up_nobody(tiny, monkeypatch):
+    monkeypatch.setattr(streaming, "MOST_WAITING", 50)
     long = "bcdfghjk" * 400 + "<turn|>"  # a token a letter
     engine = ScriptedEngine(tiny, lambda request: long if request is engine.requests[0] else FINE, slots=1)
     body = json.dumps(HELLO | {"stream": True, "stream_drafts": True})
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with serving(engine, max_queue=0) as url, httpx2.Client(base_url=url, timeout=60) as http, socket.socket() as slow:
-        host, port = url.removeprefix("http://").split(":")
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((host, int(port)))
-        slow.sendall(f"{head}\r\n\r\n{body}".encode())
+        slow.connect(address_of(url))
+        slow.sendall(f"{HEAD.format(len(body))}{body}".encode())
         eventually(lambda: engine.requests)
         eventually(lambda: http.post(CHAT, json=HELLO).status_code == 200)  # in the only place that there is
         received = b""
@@ -108,6 +147,7 @@ def test_a_slow_reader_holds_up_nobody(tiny):
             received += (part := slow.recv(1 << 16))
             assert part
     assert received.count(b"event: canvas") == 101 and b"data: [DONE]" in received
+    assert received.count(b"event: draft") < 202, "what it did not read in time is left out"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
@@ -24,7 +24,7 @@ from dgemma_jax.serve.errors import APIError
 from dgemma_jax.serve.formats import ChatFormat, Format, TextFormat
 from dgemma_jax.serve.lifecycle import Lifecycle, Ticket, detached
 from dgemma_jax.serve.protocol import REFUSED, ChatRequest, CompletionRequest, Ignored
-from dgemma_jax.serve.streaming import ClientGone, EventStream, Limit, attended, together
+from dgemma_jax.serve.streaming import ClientGone, EventStream, Limit, attended, left, together
 from dgemma_jax.text import Event
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 IGNORED_HEADER = "X-Ignored-Fields"
+T = TypeVar("T")
 # The page runs its own scripts and talks to its own server, whatever a model makes it show.
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -175,17 +176,21 @@ class _Service:
             ticket = stack.enter_context(self.lifecycle.admit(count))
             try:
                 async with limit.kept():
-                    answers, ignored = await attended(self._prepared(prepare, body, stack), request.receive)
+                    answers, ignored = await self._attended(request, self._prepared(prepare, body, stack))
                     headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
                     shown = format(self.engine.model.tokenizer, self.texts, self.model_name)
                     if not body.stream:
-                        return await attended(self._whole(answers, shown, ticket, headers), request.receive)
+                        return await self._attended(request, self._whole(answers, shown, ticket, headers))
             except ClientGone:
                 return Response(status_code=499)  # nobody reads it
             except Exception as error:
                 raise errors.shaped(error) from error
             write = partial(self._stream, body=body, answers=answers, shown=shown, ticket=ticket)
-            return EventStream(write, limit, stack.pop_all().close, headers)
+            return EventStream(write, limit, self.lifecycle.over, stack.pop_all().close, headers)
+
+    async def _attended(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work, unless the client leaves before, or the server ends."""
+        return await attended(work, left(request.receive), self.lifecycle.over())
 
     async def _prepared(
         self, prepare: Callable[[Engine, Any], list[Answer]], body: Any, room: ExitStack

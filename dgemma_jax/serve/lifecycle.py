@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from dgemma_jax.serve.errors import APIError
@@ -53,6 +52,7 @@ class Lifecycle:
         self.open = 0
         self.warm = self.draining = False
         self.dead: Callable[[], None] = lambda: None
+        self._over = asyncio.Event()
         self._log, self._log_interval = log, log_interval
         self._latency = 1.0  # seconds, of the requests of late
 
@@ -101,12 +101,17 @@ class Lifecycle:
                 self.metrics.observe(ticket.latency, ticket.first)
 
     async def drain(self, limit: float) -> None:
-        """Lets no one in and waits, at most `limit` seconds, for those who are; then cancels them."""
+        """Lets no one in and waits, at most `limit` seconds, for those who are; then ends them."""
         self.draining = True
         if not await self._empty(limit) and self.engine.error is None:
             logger.warning("%d answers are not done after %g s and are cancelled", self.open, limit)
-            detached(partial(self.engine.close, cancel=True))
+            self._over.set()
             await self._empty(LAST_WORDS_SECONDS)
+
+    async def over(self) -> APIError:
+        """What every answer that is still open is told, once there is no time left for it."""
+        await self._over.wait()
+        return APIError(503, "the server is shutting down; the answer was cancelled")
 
     async def _empty(self, limit: float) -> bool:
         end = time.monotonic() + limit

@@ -35,26 +35,25 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def attended(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of `work`, which is cancelled when the client leaves: ClientGone.
-
-    receive: of a request whose body is read.
-    """
-    main, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+async def attended(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, Exception]) -> T:
+    """The result of `work`, which is cancelled as soon as one of `ends` has a result: that is raised."""
+    main, *others = tasks = [asyncio.ensure_future(one) for one in (work, *ends)]
     try:
-        await asyncio.wait((main, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not main.done():
-            raise ClientGone
+            raise next(task for task in others if task.done()).result()
         return main.result()
     finally:
-        for task in (main, gone):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(main, gone, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def left(receive: Receive) -> ClientGone:
+    """Once the client has left. receive: of a request whose body is read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    return ClientGone()
 
 
 class Limit:
@@ -81,8 +80,9 @@ class Limit:
 class EventStream(Response):
     """A response of server-sent events.
 
-    write: given the stream, puts all events of an answer into it. limit: for that. done: called, perhaps twice, when
-    no more events will come; a client that reads slowly holds up neither the engine nor this.
+    write: given the stream, puts all events of an answer into it. limit, end: what may end that early, an end is for
+    `attended`. done: called, perhaps twice, when no more events will come; a client that reads slowly holds up neither
+    the engine nor this.
     """
 
     media_type = "text/event-stream"
@@ -91,12 +91,13 @@ class EventStream(Response):
         self,
         write: Callable[[EventStream], Coroutine[Any, Any, None]],
         limit: Limit,
+        end: Callable[[], Coroutine[Any, Any, Exception]],
         done: Callable[[], object],
         headers: Mapping[str, str] | None = None,
     ):
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"} | dict(headers or {}))
-        self._write, self._limit, self._done = write, limit, done
+        self._write, self._limit, self._end, self._done = write, limit, end, done
         self._texts: asyncio.Queue[str | None] = asyncio.Queue()
 
     def put(self, data: BaseModel | Mapping[str, Any], name: str | None = None) -> None:
@@ -112,7 +113,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with self._limit.linger():
-                await attended(together(self._produce(), self._deliver(send)), receive)
+                await attended(together(self._produce(), self._deliver(send)), left(receive))
         except (ClientGone, TimeoutError):
             pass
         finally:
@@ -121,7 +122,7 @@ class EventStream(Response):
     async def _produce(self) -> None:
         try:
             async with self._limit.kept():
-                await self._write(self)
+                await attended(self._write(self), self._end())
         except Exception as error:
             self._texts.put_nowait(f"data: {shaped(error).body()}\n\n")
         finally:

@@ -182,30 +182,37 @@ def test_a_request_that_fails_fails_alone(tiny):
         assert http.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_draining(tiny):
+@pytest.mark.parametrize("stream", [False, True])
+def test_draining(tiny, stream):
     """Those who are in are answered, or told so when the time is over; those who come are sent away."""
+    gate = threading.Event()
 
-    async def main(delay: float, limit: float):
-        engine = scripted(tiny, delay=delay)
+    async def main(limit: float):
+        engine = ScriptedEngine(tiny, lambda request: gate.wait(60) and FINE)  # as if amid a compilation
         app = create_app(engine, NAME)
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=60) as http:
-            pending = asyncio.ensure_future(http.post(CHAT, json=HELLO))
+            pending = asyncio.ensure_future(http.post(CHAT, json=HELLO | {"stream": stream}))
             while not engine.requests:
                 await asyncio.sleep(0.01)
             draining = asyncio.ensure_future(app.state.lifecycle.drain(limit))
             await asyncio.sleep(0)
             turned_away = await http.post(CHAT, json=HELLO)
             ready = await http.get("/ready")
+            if limit > 1:
+                gate.set()
             await draining
             return await pending, turned_away, ready
 
-    answer, turned_away, ready = asyncio.run(main(delay=0.5, limit=60))
-    assert answer.json()["choices"][0]["message"]["content"] == "fine"
+    answer, turned_away, ready = asyncio.run(main(limit=0.1))
     assert (turned_away.status_code, ready.status_code) == (503, 503)
     assert "shutting down" in error_of(turned_away)["message"] and "retry-after" in turned_away.headers
-    answer, *_ = asyncio.run(main(delay=60, limit=0.1))
-    assert answer.status_code == 503 and "shutting down" in error_of(answer)["message"]
+    if stream:
+        assert "shutting down; the answer was cancelled" in answer.text and answer.text.endswith("data: [DONE]\n\n")
+    else:
+        assert answer.status_code == 503 and "shutting down" in error_of(answer)["message"]
+    answer, *_ = asyncio.run(main(limit=60))
+    assert answer.status_code == 200 and '"fine"' in answer.text
 
 
 def test_ready_only_when_warm(tiny):

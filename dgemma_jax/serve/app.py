@@ -44,7 +44,7 @@ PAGE_HEADERS = {
 DESCRIPTION = f"""OpenAI's interface over DiffusionGemma, with the knobs of diffusion as fields of their own.
 
 Fields that are accepted without effect, and then named in the header {IGNORED_HEADER}:
-{", ".join(Ignored.model_fields)}.
+{", ".join(Ignored.model_fields)}, and those of messages and options that are so described below.
 
 Fields that are refused, like all that are not listed below, unless they hold a value that asks for nothing:
 

@@ -47,7 +47,8 @@ def run(args: Namespace) -> int:
 
         logging.getLogger("dgemma_jax").setLevel(logging.INFO)
         _check_fits(args)
-        model = dg.load(args.model, args.dtype, attention_implementation=args.attention_implementation)
+        how = {"attention_implementation": args.attention_implementation}
+        model = dg.load(args.model, args.dtype, args.max_model_len, **how)
         if model.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer.json; a server needs one, for text and for chats")
         engine = dg.Engine(model, args.max_num_seqs, max_model_len=args.max_model_len)
@@ -143,25 +144,19 @@ def _flag(name: str) -> str:
 
 
 def _check_fits(args: Namespace) -> None:
-    """ValueError, with the bytes, if what is asked for does not fit beside the weights."""
+    """ValueError, with the bytes, if what is asked for will not fit beside the weights: the engine's own plan."""
     import jax
     import numpy as np
 
     from dgemma_jax.checkpoint import dtype_name, open_directory
-    from dgemma_jax.engine.capacity import cache_bytes, check_slots, context
-    from dgemma_jax.memory import free_bytes
+    from dgemma_jax.engine.capacity import MEMORY_FRACTION, context, plan
 
     opened = open_directory(args.model)
-    dtype = dtype_name(args.dtype) or opened.weights.dtype or opened.config.dtype
-    slots = 1 if args.max_num_seqs is None else check_slots(args.max_num_seqs)
-    length = 2 if args.max_model_len is None else context(opened.config, dtype, args.max_model_len)
+    config, dtype = opened.config, dtype_name(args.dtype) or opened.weights.dtype or opened.config.dtype
+    length = None if args.max_model_len is None else context(config, dtype, args.max_model_len)
     weights = sum(leaf.size for leaf in jax.tree.leaves(opened.abstract)) * np.dtype(dtype).itemsize
-    cache, free = slots * cache_bytes(opened.config, length, dtype), free_bytes()
-    if weights + cache > free:
-        raise ValueError(
-            f"--max-num-seqs {slots} of --max-model-len {length}: the weights take {weights:,} bytes and the cache"
-            f" {cache:,}, {free:,} are free; lower them"
-        )
+    longest = config.max_position_embeddings
+    plan(config, dtype, args.max_num_seqs, length, longest, None, MEMORY_FRACTION, weights)
 
 
 def _bound(host: str, port: int) -> socket.socket:

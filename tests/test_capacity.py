@@ -55,8 +55,32 @@ def test_chosen_slots_share_what_memory_leaves(monkeypatch):
 
 
 def test_what_does_not_fit_at_all_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"1 slots of 262,144 positions take .* bytes, 900,000 are free: lower slots"):
+    with pytest.raises(ValueError, match=r"1 slots of 2 positions take .* bytes, 900,000 are free: lower slots"):
         planned(monkeypatch, 10**6)
+
+
+def test_chosen_slots_get_a_shorter_context_where_not_even_one_has_the_whole(monkeypatch):
+    found = planned(monkeypatch, 2 * GB)
+    assert found.slots == 1 and 8192 < found.max_model_len < LARGE.max_position_embeddings
+
+
+def test_weights_to_come_are_kept_free(monkeypatch):
+    """Planned before they are read it is the plan that is made afterwards."""
+    monkeypatch.setattr(capacity.jax, "default_backend", lambda: "gpu")
+    common = (LARGE, "bfloat16", None, 8192, LARGE.max_position_embeddings, None, 0.9)
+    monkeypatch.setattr(capacity, "free_bytes", lambda fraction: int(fraction * 80 * GB))
+    before = capacity.plan(*common, weights=52 * GB)
+    monkeypatch.setattr(capacity, "free_bytes", lambda fraction: int(fraction * 80 * GB) - 52 * GB)
+    assert before == capacity.plan(*common) and before.slots == 32
+    with pytest.raises(ValueError, match=r"take [\d,]+ bytes beside 80,000,000,000 of weights, 0 are free"):
+        monkeypatch.setattr(capacity, "free_bytes", lambda fraction: 72 * GB)
+        capacity.plan(*common, weights=80 * GB)
+
+
+def test_a_pass_of_a_small_model_takes_little():
+    """In proportion to the 26B model, for which the ceilings hold."""
+    assert capacity.step_bytes(LARGE, "bfloat16", 4) == 5 * (64 << 20)
+    assert capacity.step_bytes(dg.tiny(), "bfloat16", 8) < 16 << 20
 
 
 @pytest.mark.parametrize(

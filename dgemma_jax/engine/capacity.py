@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dgemma_jax.cache import init_cache
-from dgemma_jax.config import Config, is_int
+from dgemma_jax.config import Config, gemma_26b_a4b, is_int
 from dgemma_jax.diffusion.policy import Knobs
 from dgemma_jax.diffusion.random import key_from_seed
 from dgemma_jax.diffusion.slots import idle
@@ -20,8 +20,10 @@ from dgemma_jax.memory import free_bytes
 from dgemma_jax.sampling import BUILT_IN
 
 logger = logging.getLogger(__name__)
-# What a pass takes beside weights, cache and slots: ceilings, below which the compiled 26B programs stay (gpu-aot).
+# What a pass of the 26B model takes beside weights, cache and slots: ceilings, below which the compiled programs stay
+# (gpu-aot). The first is what the vocabulary head allows itself.
 STEP_BYTES, STEP_BYTES_PER_SLOT = 64 << 20, 64 << 20
+MEMORY_FRACTION = 0.9  # of the device's memory that an engine fills, unless told otherwise
 # Chosen at most. A pass over few slots costs a GPU hardly more than over one; it costs a CPU in proportion.
 MOST_CHOSEN = {"cpu": 8}
 MOST_CHOSEN_ELSEWHERE = 64
@@ -49,6 +51,23 @@ def cache_bytes(config: Config, capacity: int, dtype: str) -> int:
     return _bytes(partial(init_cache, config, 1, capacity, dtype))
 
 
+def step_bytes(config: Config, dtype: str, slots: int) -> int:
+    """Bytes that a pass over so many slots takes beside weights, cache and slots: the 26B model's, less where a model
+    has smaller arrays."""
+    whole, itemsize = gemma_26b_a4b(), jnp.dtype(dtype).itemsize
+    positions = slots * config.canvas_length
+    head = config.vocab_size * (20 * positions + itemsize * config.hidden_size)  # five arrays in fp32, and the table
+    share = itemsize * positions * _width(config) / (2 * whole.canvas_length * _width(whole))
+    return min(STEP_BYTES, head) + int(STEP_BYTES_PER_SLOT * share)
+
+
+def _width(config: Config) -> int:
+    """Numbers at one position in one array of each kind that a layer makes."""
+    heads = config.num_attention_heads * max(layer.head_dim for layer in config.layers)
+    experts = config.top_k_experts * (config.hidden_size + 2 * config.moe_intermediate_size)
+    return config.hidden_size + heads + experts + config.intermediate_size + config.self_conditioning_size
+
+
 def context(config: Config, dtype: str, wanted: int | None) -> int:
     """max_model_len as asked for, or the config's context lowered (and said so) to what memory holds for one row."""
     limit = config.max_position_embeddings
@@ -70,37 +89,39 @@ def plan(
     longest: int,
     prefix_cache_bytes: int | None,
     fraction: float,
+    weights: int = 0,
 ) -> Plan:
     """Fits what is left open into `fraction` of the device's memory, less what lies there already.
 
-    slots None: as many as fit, a power of two. max_model_len None: `longest`, or what fits for the slots asked for.
-    ValueError, with the bytes, for what does not fit.
+    slots None: as many as fit, a power of two. max_model_len None: `longest`, or what fits for the slots. weights:
+    bytes that do not lie there yet. ValueError, with the bytes, for what does not fit.
     """
     slots = slots if slots is None else check_slots(slots)
-    free = free_bytes(fraction)
+    free = free_bytes(fraction) - weights
     row = _bytes(lambda: idle(config, jnp.stack([key_from_seed(0)]), Knobs.of([BUILT_IN]), dtype))
 
     def need(slots: int, length: int) -> int:
         cache = slots * cache_bytes(config, length, dtype)
         prefixes = int(PREFIX_SHARE * cache) if prefix_cache_bytes is None else prefix_cache_bytes
-        return cache + prefixes + slots * (row + STEP_BYTES_PER_SLOT) + STEP_BYTES
+        return cache + prefixes + slots * row + step_bytes(config, dtype, slots)
 
     length = longest if max_model_len is None else max_model_len
     if slots is None:
         slots = MOST_CHOSEN.get(jax.default_backend(), MOST_CHOSEN_ELSEWHERE)
         while slots > 1 and need(slots, length) > free:
             slots //= 2
-    elif max_model_len is None:
+    if max_model_len is None and need(slots, length) > free:
         length = max(2, _longest(partial(need, slots), longest, free))
     if need(slots, length) > free:
+        beside = f" beside {weights:,} of weights" if weights else ""
         raise ValueError(
-            f"{slots} slots of {length:,} positions take {need(slots, length):,} bytes, {free:,} are free: lower slots"
-            " or max_model_len, or raise memory_fraction"
+            f"{slots} slots of {length:,} positions take {need(slots, length):,} bytes{beside}, {max(0, free):,} are"
+            " free: lower slots or max_model_len, or raise memory_fraction"
         )
     cache = slots * cache_bytes(config, length, dtype)
-    logger.info(
-        "%d slots of %s positions: %.1f MB of cache, %.1f MB free", slots, f"{length:,}", cache / 1e6, free / 1e6
-    )
+    if not weights:  # else it is asked beforehand
+        figures = (slots, f"{length:,}", cache / 1e6, free / 1e6)
+        logger.info("%d slots of %s positions: %.1f MB of cache, %.1f MB free", *figures)
     return Plan(slots, length, int(PREFIX_SHARE * cache) if prefix_cache_bytes is None else prefix_cache_bytes)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from dgemma_jax.compilation import keep_on_disk
 from dgemma_jax.config import is_int, is_number
-from dgemma_jax.engine.capacity import plan
+from dgemma_jax.engine.capacity import MEMORY_FRACTION, plan
 from dgemma_jax.engine.handle import Handle
 from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Event, Failed, Job, draft_interval
@@ -55,7 +55,7 @@ class Engine:
         policy: Policy | None = None,
         *,
         max_model_len: int | None = None,
-        memory_fraction: float = 0.9,
+        memory_fraction: float = MEMORY_FRACTION,
         prefill_chunk: int = PREFILL_CHUNK,
         prefix_cache_bytes: int | None = None,
         attention_implementation: str = "auto",

@@ -116,7 +116,10 @@ def test_the_end_of_the_engine_is_the_end_of_the_process():
         (["--api-key", "a\nb"], "--api-key is empty or holds characters"),
         (["--model", "nowhere/at-all"], "neither a directory nor in the cache"),
         (["--max-model-len", "1000000"], "max_model_len is 1000000; expected an integer in 2 .. 4096"),
-        (["--max-num-seqs", "60000", "--max-model-len", "4096"], r"the cache [\d,]+, [\d,]+ are free; lower them"),
+        (
+            ["--max-num-seqs", "60000", "--max-model-len", "4096"],
+            r"60000 slots of 4,096 positions take [\d,]+ bytes beside [\d,]+ of weights, [\d,]+ are free: lower",
+        ),
         (["--attention-implementation", "magic"], "attention_implementation is 'magic'"),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 ParamPath = tuple[str | int, ...]
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
+STORED = DTYPES | {"int8": np.int8, "uint8": np.uint8}  # with those of quantised weights
 ALIGNMENT = 64  # bytes; where jax wants an array to begin
 BLOCK = 1 << 20  # bytes put in order at once: fewer are mostly the call of jax, more do not stay in the cache
 

@@ -81,7 +81,7 @@ class Model:
         implementations: Implementations = AUTO,
     ):
         self.config, self.params, self.tokenizer, self.defaults = config, params, tokenizer, defaults
-        self.dtype = str(params["embedder"]["table"].dtype)
+        self.dtype = str(params["final_norm"]["scale"].dtype)  # the table may be quantised
         self.graph, _ = build(config, self.dtype, implementations)
         self.implementations = implementations
         self.max_model_len = context(config, self.dtype, max_model_len)

@@ -133,6 +133,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="SRC", help="directory (Hugging Face, converted, Google's Orbax), hub name, or tiny")
     add("target", metavar="DST", help="directory to write; new or empty")
     add("--dtype", choices=("bfloat16", "float32"), help="of all weights (by default each as it is stored)")
+    add("--quantize", choices=("int8", "int4"), help="bits of experts, attention, dense MLP; of the embedding always 8")
     add("--to", choices=("orbax", "hf"), default="orbax", help="Orbax items per layer (default), or safetensors shards")
     add("--overwrite", action="store_true", help="replace the model that lies in DST")
 

@@ -109,7 +109,7 @@ class Scheduler:
             raise ValueError(f"prefill_chunk is {prefill_chunk!r}; expected a positive number of tokens")
         self.config, self.params, self.programs = config, params, programs
         self.tokenizer, self.max_model_len, self.policy = tokenizer, max_model_len, policy
-        self.dtype = str(params["embedder"]["table"].dtype)
+        self.dtype = str(params["final_norm"]["scale"].dtype)  # the table may be quantised
         self.waiting: deque[Job] = deque()
         self.jobs: list[Job | None] = [None] * slots
         self.prefill_chunk = prefill_chunk

@@ -60,7 +60,9 @@ def _implementations(attention: str, config: Config, itemsize: int) -> tuple[Imp
     heads = {layer.kind: layer.head_dim for layer in config.layers}
     device = selection.this_device()
     found = Implementations(
-        attention=selection.attention(attention, device, heads, itemsize), experts=selection.experts(device)
+        attention=selection.attention(attention, device, heads, itemsize),
+        experts=selection.experts(device),
+        dense=selection.experts(device),
     )
     return found, f"{selection.describe(found.attention, device, heads, itemsize)}; experts: {found.experts}"
 

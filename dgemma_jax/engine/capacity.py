@@ -49,6 +49,11 @@ def cache_bytes(config: Config, capacity: int, dtype: str) -> int:
     return _bytes(partial(init_cache, config, 1, capacity, dtype))
 
 
+def slot_bytes(config: Config, dtype: str) -> int:
+    """Bytes of a slot's state: its canvas and what denoising keeps of it."""
+    return _bytes(lambda: idle(config, jnp.stack([key_from_seed(0)]), Knobs.of([BUILT_IN]), dtype))
+
+
 def context(config: Config, dtype: str, wanted: int | None) -> int:
     """max_model_len as asked for, or the config's context lowered (and said so) to what memory holds for one row."""
     limit = config.max_position_embeddings
@@ -78,7 +83,7 @@ def plan(
     """
     slots = slots if slots is None else check_slots(slots)
     free = free_bytes(fraction)
-    row = _bytes(lambda: idle(config, jnp.stack([key_from_seed(0)]), Knobs.of([BUILT_IN]), dtype))
+    row = slot_bytes(config, dtype)
 
     def need(slots: int, length: int) -> int:
         cache = slots * cache_bytes(config, length, dtype)

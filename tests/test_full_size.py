@@ -3,7 +3,6 @@
 XLA's CPU compiler casts bf16 weights whole, so fp32 stands for them; `make gpu-aot` does the same in bf16 for GPUs.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dgemma_jax.model.transformer import build
-from tests.full_size import Hlo, Programs, large_moves
+from tests.full_size import Hlo, Programs, large_moves, whole_weights
 
 pytestmark = pytest.mark.usefixtures("abstract_arrays")
 PROGRAMS = Programs("float32")
@@ -70,12 +68,7 @@ def test_no_quantised_weight_is_ever_whole_as_numbers(quantization):
     config = replace(PROGRAMS.config, layers=PROGRAMS.config.layers[4:6], quantization=quantization)
     programs = Programs("float32", config=config)
     hlo, memory = compiled(programs.loop())
-    weights = {math.prod(leaf.shape) for leaf in jax.tree.leaves(build(replace(config, quantization=None))[1])}
-    whole = {size for size in weights if size >= 1 << 20}
-    assert len(whole) == 9
-    floats = ("f32", "bf16", "f16")
-    made = {math.prod(shape): dtype for one in hlo.kernels() for dtype, shape in one.results if dtype in floats}
-    assert not whole & made.keys()
+    assert whole_weights(hlo, config) == []
     assert large_moves(hlo, programs.model[1], inside_loops=False) == []
     assert memory.temp_size_in_bytes < 512 << 20
 

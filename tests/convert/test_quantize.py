@@ -20,17 +20,20 @@ from dgemma_jax.convert.table import insert, leaf
 from dgemma_jax.convert.weights import WeightsError
 from dgemma_jax.kernels.quantized import Quantized, dequantized
 from dgemma_jax.quantization import summed_axes
+from dgemma_jax.train import tokenizer as vocabulary
 from tests.convert.convert_helpers import convert_model, manifest
 from tests.convert.test_failures import error_of
 from tests.parity.checkpoints import WIDE, random_tensors, write
 
-SHAPE = replace(WIDE, mlp=64, expert_width=32, head=32, full_head=64, layers="SF", branch=0.5, feedback=0.5)
+SHAPE = replace(WIDE, vocab=800, mlp=64, expert_width=32, head=32, full_head=64, layers="SF", branch=0.5, feedback=0.5)
 FORMATS = ("int8", "int4")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("source"), SHAPE)
+    directory = write(tmp_path_factory.mktemp("source"), SHAPE)
+    vocabulary.save(vocabulary.build(), directory, 512)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -234,3 +237,33 @@ def test_foreign_configs_are_refused_by_the_name_of_their_format(method, field, 
     fields = json.loads((source / "config.json").read_text()) | {field: {"quant_method": method, "bits": 8}}
     with pytest.raises(ValueError, match=rf"^{field} \(quant_method '{method}'\) is not supported; .*--quantize"):
         dg.Config.from_hf(fields)
+
+
+def test_the_report_against_the_source(source, converted, tmp_path, capsys):
+    """A model is at no distance from itself, and with 8 bits nearer to its source than with 4."""
+    prompts = tmp_path / "prompts.jsonl"
+    sampling = {"max_denoising_steps": 3, "max_new_tokens": 40}
+    lines = [{"prompt": "Reverse 4 7", "sampling": sampling}, {"prompt": "Sort 9 3 8", "sampling": sampling}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = {}
+    for name, path in {"source": source, **converted}.items():
+        assert main(["inspect", str(path), "--report", str(prompts), "--source", str(source), "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+        assert (found[name]["prompts"], found[name]["source"]) == (2, found["source"]["source"])
+        assert 2 <= found[name]["steps"] <= 6 and 1 <= found[name]["source"]["steps_per_canvas"] <= 3
+    assert found["source"]["rms_error"] == 0 and found["source"]["argmax_agreement"] == 1
+    assert found["source"]["model"] == found["source"]["source"]
+    assert 0 < 4 * found["int8"]["rms_error"] < found["int4"]["rms_error"] < found["int4"]["source_rms"]
+    assert found["int4"]["argmax_agreement"] < found["int8"]["argmax_agreement"] <= 1
+
+
+def test_what_cannot_be_compared_is_refused(source, converted, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Sort 9"}\n{"prompt": ""}\n')
+    report = ("inspect", converted["int8"], "--report", prompts)
+    assert "--report PROMPTS and --source MODEL go together" in error_of(capsys, *report)
+    assert "line 2: prompt is ''; expected text" in error_of(capsys, *report, "--source", source)
+    prompts.write_text("\n")
+    assert "there are no prompts" in error_of(capsys, *report, "--source", source)
+    prompts.write_text('{"prompt": "Sort 9"}\n')
+    assert "the models differ in hidden_size, " in error_of(capsys, *report, "--source", "tiny")

@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -93,7 +92,7 @@ def child(*arguments: object) -> tuple[str, dict[str, float]]:
 
 
 def write(directory: Path) -> None:
-    """The checkpoint in Hugging Face's layout, a shard per item: matrices of fan-in scale, norms and scalars near one."""
+    """The checkpoint in Hugging Face's layout, a shard per item: matrices of fan-in scale, the rest near one."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(hf_config(TWO_LAYERS, IMAGE_IDS)))
     _, abstract = build(TWO_LAYERS)

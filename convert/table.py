@@ -108,7 +108,7 @@ def owned(array: np.ndarray, dtype: Any) -> np.ndarray:
         return array
     if not array.flags.c_contiguous and array.strides[0] < max(array.strides):
         return _reordered(array, dtype)
-    out = _aligned(array.shape, dtype)
+    out = aligned(array.shape, dtype)
     if array.flags.c_contiguous:
         out[...] = array
     else:
@@ -125,7 +125,7 @@ def _reordered(array: np.ndarray, dtype: Any) -> np.ndarray:
     return np.asarray(jax.device_put(array.astype(dtype, copy=False), jax.devices("cpu")[0]))
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """An empty array that jax takes without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dgemma_jax.config import INT4_GROUP
-from dgemma_jax.kernels.quantized import HALF, Quantized
+from dgemma_jax.convert.table import aligned
+from dgemma_jax.kernels.quantized import HALF, Quantized, dequantized
 from dgemma_jax.shapes import Array
 
 Path = tuple[str | int, ...]
@@ -82,7 +83,7 @@ def quantize(weight: np.ndarray, path: Path, quantization: str) -> dict[Path, np
     choose = partial(_eight, axes=axes) if spec.packed is None else partial(_four, axis=spec.packed)
     split = 0 if 0 not in axes else weight.ndim - 1
     pieces = -(-4 * weight.size // BLOCK_BYTES)
-    result = [np.empty(part.shape, part.dtype) for part in (spec.values, spec.scales)]
+    result = [aligned(part.shape, part.dtype) for part in (spec.values, spec.scales)]
     with jax.default_device(jax.devices("cpu")[0]):
         for at in _slices(weight.shape[split], pieces):
             place = (slice(None),) * split + (at,)
@@ -142,6 +143,18 @@ def quantized_params(params: Mapping, quantization: str) -> dict:
                 node = node.setdefault(key, {})
             node[name] = jnp.asarray(part)
     return result
+
+
+def dequantized_params(params: Mapping, dtype: str) -> dict:
+    """Params with the numbers that quantised weights stand for, as arrays, for measurements and tests."""
+    return {
+        key: value
+        if not isinstance(value, Mapping)
+        else dequantized(Quantized(**value), dtype)
+        if value.keys() == set(PARTS)
+        else dequantized_params(value, dtype)
+        for key, value in params.items()
+    }
 
 
 def _leaves(tree: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -18,8 +18,7 @@ from dgemma_jax.cli import main
 from dgemma_jax.convert import orbax_files
 from dgemma_jax.convert.table import insert, leaf
 from dgemma_jax.convert.weights import WeightsError
-from dgemma_jax.kernels.quantized import Quantized, dequantized
-from dgemma_jax.quantization import summed_axes
+from dgemma_jax.quantization import dequantized_params, summed_axes
 from dgemma_jax.train import tokenizer as vocabulary
 from tests.convert.convert_helpers import convert_model, manifest
 from tests.convert.test_failures import error_of
@@ -44,24 +43,12 @@ def converted(source, tmp_path_factory) -> dict[str, Path]:
     return {fmt: root / fmt for fmt in FORMATS}
 
 
-def plain(params: dict, like: dict, path: tuple = ()) -> dict:
-    """Quantised params with the numbers they stand for, as arrays, in the shape of the unquantised ones."""
-    return {
-        key: plain(params[key], value, (*path, key))
-        if isinstance(value, dict)
-        else dequantized(Quantized(**params[key]), "float32")
-        if isinstance(params[key], dict)
-        else params[key]
-        for key, value in like.items()
-    }
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_three_steps_and_two_canvases_as_with_the_numbers_as_arrays(fmt, source, converted):
     """The quantised model against one of plain arrays, from both formats' files, at every op at once."""
     original, model = dg.load(source), dg.load(converted[fmt])
     assert (model.config.quantization, model.dtype) == (fmt, "float32")
-    numbers = plain(model.params, original.params)
+    numbers = dequantized_params(model.params, "float32")
     reference = Model(original.config, numbers, None, original.defaults)
     sampling = dg.Sampling(
         max_new_tokens=SHAPE.canvas + 5, max_denoising_steps=4, stability_threshold=None, stop_token_ids=None, seed=3

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 import dgemma_jax as dg
 from benchmarks.skills import PROMPTS, SLOTS, evaluate
-from dgemma_jax.api import Model
 from dgemma_jax.checkpoint import open_directory
 from dgemma_jax.config import QUANTIZATIONS, Config, LayerConfig, tiny
 from dgemma_jax.convert.conversion import convert
@@ -109,7 +108,7 @@ def with_part(source: dg.Model, quantization: str, part: str) -> dg.Model:
         return quantized if part_of([key.key for key in path]) == part else plain
 
     params = jax.tree.map_with_path(choose, source.params, numbers)
-    return Model(source.config, params, source.tokenizer, source.defaults)
+    return dg.Model(source.config, params, source.tokenizer, source.defaults)
 
 
 def fidelity(source: dg.Model, model: dg.Model, requests: list) -> dict:

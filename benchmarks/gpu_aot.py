@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,16 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/gpu_aot.json"
 MIB = 1 << 20
 LAYERS = 30
-COMPILED = (("loop", 1), ("loop", 2), ("encode", 1))  # program and rows
+COMPILED = (  # program, rows, and in how many bits weights are stored
+    ("loop", 1, "bf16"),
+    ("loop", 2, "bf16"),
+    ("encode", 1, "bf16"),
+    ("loop", 1, "int8"),
+    ("loop", 2, "int8"),
+    ("encode", 1, "int8"),
+    ("loop", 1, "int4"),
+    ("loop", 2, "int4"),
+)
 
 
 def description(kind: str, capability: tuple[int, int], **facts: float) -> str:
@@ -89,7 +99,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("dgemma-jax", "jax", "jax-cuda13-plugin", "nvidia-cuda-nvcc")},
         "machine": f"{platform.machine()} without a GPU, Python {platform.python_version()}",
-        "model": "26B in bfloat16, 8192 cached positions a row, canvas 256",
+        "model": "26B computing in bfloat16, 8192 cached positions a row, canvas 256",
         "targets": {target: measure_apart(target) for target in TARGETS},
     }
     for target, programs in report["targets"].items():
@@ -107,23 +117,29 @@ def measure_apart(target: str) -> dict:
 
 
 def measure(target: str) -> dict:
-    """Figures of every program in COMPILED, by "program, rows"."""
+    """Figures of every program in COMPILED, by "program, rows, weights"."""
     import jax
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[target], topology="1x1x1")
     mesh = jax.sharding.Mesh([topology.devices[0]], ("device",))
-    return {f"{program}, {rows} rows": _figures(mesh, program, rows) for program, rows in COMPILED}
+    return {
+        f"{program}, {rows} rows, {weights}": _figures(mesh, program, rows, weights)
+        for program, rows, weights in COMPILED
+    }
 
 
-def _figures(mesh, program: str, rows: int) -> dict:
-    """Bytes in MiB, kernels, and copies of whole weights or cache buffers inside loops and outside."""
+def _figures(mesh, program: str, rows: int, weights: str) -> dict:
+    """Bytes in MiB, kernels, copies of whole weights or cache buffers, quantised weights that exist as numbers."""
     import jax
 
+    from dgemma_jax.engine.hardware import WEIGHTS
     from dgemma_jax.model.transformer import Implementations
-    from tests.full_size import Hlo, Programs, large_moves
+    from tests.full_size import TEXT_26B, Hlo, Programs, large_moves, whole_weights
 
-    programs = Programs("bfloat16", rows, implementations=Implementations(attention="pallas", experts="pallas"))
+    config = replace(TEXT_26B, quantization=WEIGHTS[weights])
+    kernels = Implementations(attention="pallas", experts="pallas", dense="pallas")
+    programs = Programs("bfloat16", rows, implementations=kernels, config=config)
     function, arguments = getattr(programs, program)()
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
@@ -146,6 +162,7 @@ def _figures(mesh, program: str, rows: int) -> dict:
         "kernels": kernels,
         "kernels_per_layer": round(kernels / LAYERS, 1),
         "large_copies": len(large_moves(hlo, arrays, inside_loops=looping)),
+        "whole_weights": len(whole_weights(hlo, config)),
         "compile_s": round(time.perf_counter() - started, 1),
     }
 

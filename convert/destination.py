@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dgemma_jax.config_hf import QUANTIZATION_FIELDS
 from dgemma_jax.convert.orbax_files import MANIFEST, WEIGHTS
 from dgemma_jax.convert.safetensors_files import INDEX
 
@@ -41,7 +42,8 @@ Items = dict[str, dict[str, Any]]
 class Destination:
     """An output directory, locked for this process until `release`.
 
-    job: what is converted: to, dtype, source. items: what the journal says is written, with each tensor's record.
+    job: what is converted: to, dtype, quantize, source. items: what the journal says is written, with each tensor's
+    record.
     """
 
     def __init__(self, path: Path, source: Path, job: Mapping[str, Any], overwrite: bool) -> None:
@@ -108,13 +110,15 @@ class Destination:
                 f"{self.path} needs {wanted / 1e6:,.1f} MB more, {free / 1e6:,.1f} MB are free; make room there"
             )
 
-    def carry(self, source: Path, dtype: str | None) -> None:
-        """Copies the files that belong to the model; config.json gets the weights' new dtype, if they have one."""
+    def carry(self, source: Path, dtype: str | None, quantize: str | None) -> None:
+        """Copies the files that belong to the model; config.json gets the weights' new dtype and bits, if any."""
         for name in CARRIED:
             if (source / name).is_file():
                 shutil.copyfile(source / name, self.path / name)
         if dtype is not None:
             fields = with_dtype(json.loads((source / CONFIG).read_text(encoding="utf-8")), dtype)
+            if quantize is not None:
+                fields["quantization_config"] = QUANTIZATION_FIELDS[quantize]
             write_json(self.path / CONFIG, fields)
 
     def finish(self, marker: str, content: Mapping[str, Any]) -> None:
@@ -177,7 +181,8 @@ def _check_apart(path: Path, source: Path) -> None:
 
 def _words(job: Mapping[str, Any]) -> str:
     """A job for a message."""
-    return f"{job['source']['directory']} to {job['to']} in {job['dtype'] or 'its own dtype'}"
+    bits = f", quantised to {job['quantize']}" if job.get("quantize") else ""
+    return f"{job['source']['directory']} to {job['to']} in {job['dtype'] or 'its own dtype'}{bits}"
 
 
 def _lock(directory: Path) -> int:

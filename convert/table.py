@@ -12,6 +12,7 @@ import numpy as np
 ParamPath = tuple[str | int, ...]
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
+STORED = DTYPES | {"int8": np.int8, "uint8": np.uint8}  # with those of quantised weights
 ALIGNMENT = 64  # bytes; where jax wants an array to begin
 BLOCK = 1 << 20  # bytes put in order at once: fewer are mostly the call of jax, more do not stay in the cache
 
@@ -107,7 +108,7 @@ def owned(array: np.ndarray, dtype: Any) -> np.ndarray:
         return array
     if not array.flags.c_contiguous and array.strides[0] < max(array.strides):
         return _reordered(array, dtype)
-    out = _aligned(array.shape, dtype)
+    out = aligned(array.shape, dtype)
     if array.flags.c_contiguous:
         out[...] = array
     else:
@@ -124,7 +125,7 @@ def _reordered(array: np.ndarray, dtype: Any) -> np.ndarray:
     return np.asarray(jax.device_put(array.astype(dtype, copy=False), jax.devices("cpu")[0]))
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """An empty array that jax takes without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)

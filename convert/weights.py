@@ -12,6 +12,7 @@ import numpy as np
 
 from dgemma_jax.config import Config
 from dgemma_jax.convert import google, hf, orbax_files
+from dgemma_jax.convert.foreign import refuse_foreign
 from dgemma_jax.convert.safetensors_files import Problem, TensorFiles, has_safetensors, report
 from dgemma_jax.convert.table import (
     DTYPES,
@@ -26,6 +27,7 @@ from dgemma_jax.convert.table import (
     owned,
     stacked_shape,
 )
+from dgemma_jax.quantization import is_part, stored_paths
 
 CHUNK = 1 << 17  # values checked together: what fits in a cache
 TABLE = ("embedder", "table")
@@ -69,7 +71,7 @@ class Weights:
     """An opened directory.
 
     kind: the layout, in words. rows: the parameters of the model and where they are stored, in reading order.
-    note: what to know about this layout, or "".
+    note: what to know about this layout, or "". numbers: the dtype of what quantised weights stand for, None without.
     """
 
     kind: str
@@ -77,10 +79,13 @@ class Weights:
     files: Files
     rows: Rows
     note: str = ""
+    numbers: str | None = None
 
     @property
     def dtype(self) -> str | None:
-        """Of the stored embedding table, None if there is none that can be read."""
+        """Of the stored embedding table or of what it stands for, None if there is none that can be read."""
+        if self.numbers is not None:
+            return self.numbers
         name = next(name for name, entry in self.rows if entry.path == TABLE)
         dtype = self.files.dtype(name) if name in self.files else None
         return dtype if dtype in DTYPES else None
@@ -93,17 +98,19 @@ class Weights:
         found = list(self.files.problems)
         for name, parts in entries.items():
             shape = stacked_shape(parts) + parts[0].layout.file_shape(leaf(abstract, parts[0].path).shape)
-            if name not in self.files.lost and (problem := self._misfit(name, shape)):
+            dtypes = (leaf(abstract, parts[0].path).dtype.name,) if is_part(parts[0].path) else tuple(DTYPES)
+            if name not in self.files.lost and (problem := self._misfit(name, shape, dtypes)):
                 found.append(problem)
         return found + list(self._extras(entries))
 
-    def _misfit(self, name: str, shape: tuple[int, ...]) -> Problem | None:
+    def _misfit(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Problem | None:
         if name not in self.files:
             return Problem("missing", name, f"expected {list(shape)}")
         if self.files.shape(name) != shape:
             return Problem("wrong shape", name, f"{list(self.files.shape(name))}, the config asks for {list(shape)}")
-        if self.files.dtype(name) not in DTYPES:
-            return Problem("wrong dtype", name, f"{self.files.dtype(name)}, expected one of {', '.join(DTYPES)}")
+        if self.files.dtype(name) not in dtypes:
+            expected = f"one of {', '.join(dtypes)}" if len(dtypes) > 1 else dtypes[0]
+            return Problem("wrong dtype", name, f"{self.files.dtype(name)}, expected {expected}")
         return None
 
     def _extras(self, entries: Mapping[str, list[Entry]]) -> Iterator[Problem]:
@@ -123,7 +130,8 @@ class Weights:
         return np.array_equal(first, second)
 
     def read(self, rows: Rows, abstract: Mapping, dtype: str | None) -> Iterator[Parameter]:
-        """The parameters of some rows, in memory of their own; dtype None is as stored. The headers must fit."""
+        """The parameters of some rows, in memory of their own; dtype None is as stored, and the parts of quantised
+        weights always are. The headers must fit."""
         entries: dict[str, list[Entry]] = defaultdict(list)
         for name, entry in rows:
             entries[name].append(entry)
@@ -132,8 +140,10 @@ class Weights:
                 part = stored[(*entry.index, ...)]  # with the dots also a single value stays an array
                 shape = leaf(abstract, entry.path).shape
                 with np.errstate(over="ignore"):  # what does not fit float16 is found by the check of values
-                    array = owned(entry.layout.from_file(part, shape), DTYPES[dtype] if dtype else part.dtype)
-                yield Parameter(entry.path, array, value_problem(name, part, array))
+                    wanted = part.dtype if dtype is None or is_part(entry.path) else DTYPES[dtype]
+                    array = owned(entry.layout.from_file(part, shape), wanted)
+                problem = part_problem(name, array) if is_part(entry.path) else value_problem(name, part, array)
+                yield Parameter(entry.path, array, problem)
 
 
 def open_weights(directory: Path, config: Config, verify: bool = False) -> Weights:
@@ -143,13 +153,25 @@ def open_weights(directory: Path, config: Config, verify: bool = False) -> Weigh
     Raises ValueError where there are no weights.
     """
     if orbax_files.is_converted(directory):
-        rows = [(name_of(entry.path), Entry(entry.path, SAME)) for entry in hf.table(config).values()]
-        return Weights("converted (Orbax)", directory, orbax_files.open_converted(directory, config, verify), rows)
+        paths = [path for entry in hf.table(config).values() for path in stored_paths(entry.path, config.quantization)]
+        rows = [(name_of(path), Entry(path, SAME)) for path in paths]
+        files = orbax_files.open_converted(directory, config, verify)
+        if config.quantization is None:
+            return Weights("converted (Orbax)", directory, files, rows)
+        kind = f"converted (Orbax), quantised to {config.quantization}"
+        return Weights(kind, directory, files, rows, numbers=config.dtype)
+    if config.quantization is not None:
+        raise ValueError(
+            f"{directory}/config.json says {config.quantization} as dgemma convert --quantize writes it, but the "
+            "weights are none of a converted model; remove quantization_config if they are not quantised"
+        )
     tree = None if has_safetensors(directory) else orbax_files.tree_directory(directory)
     if tree is not None:
         files = orbax_files.open_tree(tree, google.canonical, google.is_stacked)
         return Weights("Google's Orbax tree", directory, files, google.table(config, files), google.NOTE)
-    return Weights("Hugging Face (safetensors)", directory, TensorFiles(directory), list(hf.table(config).items()))
+    files = TensorFiles(directory)
+    refuse_foreign(directory, files)
+    return Weights("Hugging Face (safetensors)", directory, files, list(hf.table(config).items()))
 
 
 def load(
@@ -193,6 +215,21 @@ def value_problem(name: str, stored: np.ndarray, array: np.ndarray) -> Problem |
     first = [int(axis) for axis in np.argwhere(bad)[0]]
     detail = f"{int(bad.sum())} of {values.size} values as {values.dtype}, the first at {first}"
     return Problem("not finite", name, detail)
+
+
+def part_problem(name: str, array: np.ndarray) -> Problem | None:
+    """Scales that cannot be: of experts by their numbers, else by the first one's place."""
+    if not name.endswith("scales"):
+        return None
+    scales = array.astype(np.float32)
+    bad = ~np.isfinite(scales) | (scales == 0)
+    if not bad.any():
+        return None
+    found = np.argwhere(bad)
+    experts = ", ".join(str(expert) for expert in np.unique(found[:, 0]))
+    where = f"of experts {experts}" if "/experts/" in name else f"the first at {found[0].tolist()}"
+    zero, count = int((scales == 0).sum()), len(found)
+    return Problem("bad scale", name, f"{zero} zero and {count - zero} not finite, {where}; convert the model again")
 
 
 def all_finite(array: np.ndarray) -> bool:

@@ -63,7 +63,9 @@ def _implementations(attention: str, config: Config, itemsize: int) -> tuple[Imp
     heads = {layer.kind: layer.head_dim for layer in config.layers}
     device = selection.this_device()
     found = Implementations(
-        attention=selection.attention(attention, device, heads, itemsize), experts=selection.experts(device)
+        attention=selection.attention(attention, device, heads, itemsize),
+        experts=selection.experts(device),
+        dense=selection.experts(device),
     )
     return found, f"{selection.describe(found.attention, device, heads, itemsize)}; experts: {found.experts}"
 
@@ -84,7 +86,7 @@ class Model:
         implementations: Implementations = AUTO,
     ):
         self.config, self.params, self.tokenizer, self.defaults = config, params, tokenizer, defaults
-        self.dtype = str(params["embedder"]["table"].dtype)
+        self.dtype = str(params["final_norm"]["scale"].dtype)  # the table may be quantised
         self.graph, _ = build(config, self.dtype, implementations)
         self.implementations = implementations
         self.max_model_len = context(config, self.dtype, max_model_len)

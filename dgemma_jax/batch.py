@@ -104,6 +104,18 @@ def answers(
     yield from _emptied(failed)
 
 
+def read_requests(model: Model, lines: Iterable[str], seed: int | None = None, raw: bool = False) -> list[Request]:
+    """The checked requests of some lines, as `answers` would answer them. ValueError with the number of a bad line."""
+    found = []
+    for number, text in enumerate(lines):
+        if text.strip():
+            try:
+                found.append(_request(model, _line(number, _parsed(text), Sampling()), seed, raw))
+            except ValueError as error:
+                raise ValueError(f"line {number + 1}: {error}") from None
+    return found
+
+
 def _emptied(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     while results:
         yield results.pop(0)

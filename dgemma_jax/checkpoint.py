@@ -65,10 +65,15 @@ class Opened(NamedTuple):
 def open_directory(name: str | Path, verify: bool = False) -> Opened:
     """Opens a model by name and reads only what is small. verify: see `open_weights`. Raises ValueError."""
     directory = resolve(name)
-    fields = _read_json(directory / "config.json")
-    config = Config.from_hf(fields)
+    fields, config = read_config(directory / "config.json")
     _, abstract = build(config)
     return Opened(directory, fields, config, abstract, open_weights(directory, config, verify))
+
+
+def read_config(path: Path) -> tuple[dict, Config]:
+    """A config.json, parsed and as a Config. ValueError or OSError if it is none."""
+    fields = _read_json(path)
+    return fields, Config.from_hf(fields)
 
 
 def resolve(name: str | Path) -> Path:

@@ -133,6 +133,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="SRC", help="directory (Hugging Face, converted, Google's Orbax), hub name, or tiny")
     add("target", metavar="DST", help="directory to write; new or empty")
     add("--dtype", choices=("bfloat16", "float32"), help="of all weights (by default each as it is stored)")
+    add("--quantize", choices=("int8", "int4"), help="bits of experts, attention, dense MLP; of the embedding always 8")
     add("--to", choices=("orbax", "hf"), default="orbax", help="Orbax items per layer (default), or safetensors shards")
     add("--overwrite", action="store_true", help="replace the model that lies in DST")
 
@@ -143,6 +144,18 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add("--tensors", action="store_true", help="list every stored tensor")
     add("--verify", action="store_true", help="read a converted directory and compare each tensor with its checksum")
     add("--json", action="store_true", help="one JSON object")
+    add = parser.add_argument_group("how far it is from what it was converted from").add_argument
+    add("--report", metavar="PROMPTS", help="compare both on a file of prompts, as for generate --input")
+    add("--source", metavar="MODEL", help="what MODEL was converted from")
+    add = parser.add_argument_group(
+        "what it takes of a GPU; MODEL may be a config.json, no weights are read"
+    ).add_argument
+    add("--plan", action="store_true", help="memory, the floors of a pass, tokens per second")
+    add("--gpu", choices=("h200", "h100", "a100-80", "rtx5090", "gb10"), help="the GPU")
+    add("--slots", type=int, metavar="N", help="answers denoised together (1)")
+    add("--max-model-len", type=int, metavar="N", help="positions of a slot (by default the model's context)")
+    add("--weights", choices=("bf16", "int8", "int4"), help="how weights are stored (by default as MODEL says)")
+    add("--steps", type=float, nargs="+", metavar="X", help="denoising steps per canvas (8 16 48)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ def run(args: Namespace) -> None:
             opened.abstract,
             dtype=args.dtype,
             to=args.to,
+            quantize=args.quantize,
             overwrite=args.overwrite,
             progress=progress,
         )

@@ -10,6 +10,17 @@ from typing import Any
 
 def run(args: Namespace) -> None:
     """Prints what a parsed command line asks for. ValueError if the model does not fit together or is damaged."""
+    _check_together(args)
+    if args.report is not None:
+        from dgemma_jax.cli_report import report
+
+        report(args)
+        return
+    if args.plan:
+        from dgemma_jax.cli_plan import plan
+
+        plan(args)
+        return
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # only shapes are needed
@@ -33,6 +44,21 @@ def run(args: Namespace) -> None:
     for tensor in found["tensors"] if args.tensors else ():
         shape = ",".join(map(str, tensor["shape"]))
         print(f"{tensor['parameter']}  {tensor['dtype']}[{shape}]  {tensor['bytes']:,} bytes  <- {tensor['tensor']}")
+
+
+def _check_together(args: Namespace) -> None:
+    """ValueError where options do not go together."""
+    if (args.report is None) != (args.source is None):
+        raise ValueError(
+            "--report PROMPTS and --source MODEL go together: the prompts, and what to compare with on them"
+        )
+    for name in ("gpu", "slots", "max_model_len", "weights", "steps"):
+        if getattr(args, name) is not None and not args.plan:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --plan")
+    others = {"--plan": args.plan, "--report": args.report, "--verify": args.verify, "--tensors": args.tensors}
+    asked = [name for name, value in others.items() if value]
+    if len(asked) > 1 and asked != ["--verify", "--tensors"]:
+        raise ValueError(f"{asked[0]} does not go with {asked[1]}")
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:

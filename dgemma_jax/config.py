@@ -13,6 +13,8 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 DTYPES = ("bfloat16", "float32", "float16")
+QUANTIZATIONS = ("int8", "int4")
+INT4_GROUP = 32  # numbers of a row of a weight that share a scale
 
 
 def check(ok: bool, name: str, value: object, expected: str) -> None:
@@ -130,7 +132,8 @@ class Config:
     canvas_length: tokens denoised together. sliding_window: keys a sliding layer sees, the query's own included.
     self_conditioning_size: width of the self-conditioning MLP. max_position_embeddings: the context, in tokens.
     bos_token_id, image_token_id, boi_token_id, eoi_token_id: None where the model has none.
-    dtype: how the weights are stored, and the dtype of the computation.
+    dtype: how the weights are stored, and the dtype of the computation. quantization: None, "int8" or "int4": how those
+    weights are stored that `dgemma convert --quantize` quantises, see `dgemma_jax.quantization`.
     """
 
     vocab_size: int
@@ -156,6 +159,7 @@ class Config:
     eoi_token_id: int | None = None
     dtype: str = "bfloat16"
     vision: VisionConfig | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(
@@ -171,6 +175,7 @@ class Config:
             check(is_positive(getattr(self, name)), name, getattr(self, name), "a positive number")
         check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         self._check_pairs()
+        self._check_quantization()
 
     def _check_pairs(self) -> None:
         """Fields that must fit each other."""
@@ -189,6 +194,16 @@ class Config:
             value = getattr(self, name)
             ok = value is None or (is_int(value) and value < self.vocab_size)
             check(ok, name, value, f"an id below vocab_size {self.vocab_size}")
+
+    def _check_quantization(self) -> None:
+        wanted = self.quantization
+        check(wanted in (None, *QUANTIZATIONS), "quantization", wanted, "None or one of " + ", ".join(QUANTIZATIONS))
+        if wanted == "int4":
+            widths = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+            sizes = {name: getattr(self, name) for name in widths}
+            sizes |= {f"{layer.kind} layer head_dim": layer.head_dim for layer in self.layers}
+            for name, value in sizes.items():
+                check(value % INT4_GROUP == 0, name, value, f"a multiple of {INT4_GROUP} for int4: quantize to int8")
 
     @property
     def num_hidden_layers(self) -> int:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from dgemma_jax.config import Config, LayerConfig, Rope, VisionConfig, check, is_int
+from dgemma_jax.config import INT4_GROUP, Config, LayerConfig, Rope, VisionConfig, check, is_int
 
 RELEASE = "google/diffusiongemma-26B-A4B-it"
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
@@ -57,6 +57,11 @@ VISION_FLAGS = {
     "model_type": ("gemma4_vision",),
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False, None),
+}
+# `quantization_config` of what `dgemma convert --quantize` writes. Every other one is of a format that is not read.
+QUANTIZATION_FIELDS = {
+    "int8": {"quant_method": "dgemma-jax", "bits": 8},
+    "int4": {"quant_method": "dgemma-jax", "bits": 4, "group_size": INT4_GROUP},
 }
 OTHER_INPUTS = (
     "audio_config",
@@ -129,10 +134,11 @@ def parse(config: Mapping[str, Any]) -> Config:
     """See Config.from_hf."""
     top = _Section(config)
     _check_model(top)
+    quantization = _quantization(top)
     top.check_flags(TOP_FLAGS)
     text = _Section(top.take("text_config"), "text_config.")
     text.check_flags(TEXT_FLAGS)
-    _check_unquantized(text)
+    _refuse_quantization(text, text.take("quantization_config"))
     vision_fields = top.take("vision_config")
     vision = None if vision_fields is None else _Section(vision_fields, "vision_config.")
 
@@ -149,6 +155,7 @@ def parse(config: Mapping[str, Any]) -> Config:
         **_image_ids(top, sizes["vocab_size"]),
         dtype=_dtype(top, text),
         vision=None if vision is None else _vision(vision),
+        quantization=quantization,
     )
     _report_unread([section for section in (top, text, vision) if section is not None])
     return result
@@ -160,19 +167,28 @@ def _check_model(top: _Section) -> None:
     check(model_type == "diffusion_gemma", "model_type", model_type, expected)
     architectures = top.take("architectures")
     check(architectures in (None, [ARCHITECTURE]), "architectures", architectures, f"[{ARCHITECTURE!r}]")
-    _check_unquantized(top)
     for name in OTHER_INPUTS:
         value = top.take(name)
         check(value is None, name, value, "null: DiffusionGemma reads text and images, no audio and no video")
 
 
-def _check_unquantized(section: _Section) -> None:
-    value = section.take("quantization_config")
+def _quantization(top: _Section) -> str | None:
+    """How `dgemma convert --quantize` stored the weights, None if it did not."""
+    for field in ("quantization_config", "compression_config"):
+        value = top.take(field)
+        found = next((name for name, fields in QUANTIZATION_FIELDS.items() if value == fields), None)
+        if found is not None and field == "quantization_config":
+            return found
+        _refuse_quantization(top, value, field)
+    return None
+
+
+def _refuse_quantization(section: _Section, value: Any, field: str = "quantization_config") -> None:
     if value is not None:
         method = value.get("quant_method") if isinstance(value, Mapping) else value
         raise ValueError(
-            f"{section.prefix}quantization_config (quant_method {method!r}) is not supported; "
-            f"use a checkpoint in bfloat16 or float32, for instance {RELEASE}"
+            f"{section.prefix}{field} (quant_method {method!r:.60}) is not supported; use a checkpoint in bfloat16 or "
+            f"float32, for instance {RELEASE}, and `dgemma convert --quantize` for 8 or 4 bits"
         )
 
 

@@ -29,9 +29,10 @@ def encode(
     Outside jit, raises ValueError for ids outside the vocabulary, lengths outside 0 .. T, and a row that would exceed
     the cache's capacity; inside jit these are the caller's care.
     """
-    _check_ids("tokens", tokens, cache, params)
+    model = merge(graph, params)
+    _check_ids("tokens", tokens, cache, model.config)
     _check_lengths(lengths, tokens.shape[1], cache)
-    return merge(graph, params).encode(tokens, lengths, cache)
+    return model.encode(tokens, lengths, cache)
 
 
 def denoise_logits(
@@ -42,8 +43,8 @@ def denoise_logits(
     soft f[B,C,D]: self-conditioning input of the step before (`soft_embedding`); None and zeros both mean none, as in
     the first step of every canvas.
     """
-    _check_ids("canvas", canvas, cache, params)
     model = merge(graph, params)
+    _check_ids("canvas", canvas, cache, model.config)
     hidden = model.denoise(canvas, cache, soft)
     return head_reference.capped_logits(hidden, model.embedder.table[...], model.config.final_logit_softcapping)
 
@@ -51,7 +52,9 @@ def denoise_logits(
 def soft_embedding(graph: nnx.GraphDef, params: dict, logits: Logits) -> CanvasHidden:
     """softmax(logits) @ table * sqrt(D), f[B,C,D]; logits f32[B,C,V] already divided by the step's temperature."""
     embedder = merge(graph, params).embedder
-    return head_reference.soft_embedding(jax.nn.softmax(logits, axis=-1), embedder.table[...], embedder.scale)
+    return head_reference.soft_embedding(
+        jax.nn.softmax(logits, axis=-1), embedder.table[...], embedder.scale, embedder.dtype
+    )
 
 
 def denoise(
@@ -76,8 +79,8 @@ def denoise(
     top_k i32[B], top_p f32[B]: the logits before temperature are cut to the likeliest ids, see
     `kernels.vocab_head.reference.floor`; 0 and 1 leave a row whole, None all rows.
     """
-    _check_ids("canvas", canvas, cache, params)
     model = merge(graph, params)
+    _check_ids("canvas", canvas, cache, model.config)
     hidden = model.denoise(canvas, cache, soft)
     return head_stats(model, hidden, temperature, keys, suppress, draw_temperature, top_k, top_p)
 
@@ -119,16 +122,15 @@ def _suppression(suppress: Array | None, rows: int, vocab: int) -> Bool[Array, "
     return jnp.broadcast_to(suppress, (rows, vocab))
 
 
-def _check_ids(name: str, ids: Array, cache: KVCache, params: dict) -> None:
+def _check_ids(name: str, ids: Array, cache: KVCache, config: Config) -> None:
     """Rows must be the cache's; a lookup clamps ids beyond the table without a word, so they are found here."""
     if ids.shape[0] != len(cache.lengths):
         raise ValueError(f"{name} have {ids.shape[0]} rows and the cache {len(cache.lengths)}; they must be the same")
     if isinstance(ids, jax.core.Tracer):
         return
-    vocab = params["embedder"]["table"].shape[0]
     low, high = int(jnp.min(ids)), int(jnp.max(ids))
-    if low < 0 or high >= vocab:
-        raise ValueError(f"{name} hold id {low if low < 0 else high}; expected ids in 0 .. {vocab - 1}")
+    if low < 0 or high >= config.vocab_size:
+        raise ValueError(f"{name} hold id {low if low < 0 else high}; expected ids in 0 .. {config.vocab_size - 1}")
 
 
 def _check_lengths(lengths: Array, tokens: int, cache: KVCache) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dgemma_jax.checkpoint import Opened, text_of
 from dgemma_jax.config import Config
-from dgemma_jax.convert.table import DTYPES, ParamPath, leaf, name_of
+from dgemma_jax.convert.table import STORED, ParamPath, leaf, name_of
 from dgemma_jax.convert.weights import WeightsError
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # the last two by a field
@@ -54,15 +54,14 @@ def _tensor(opened: Opened, name: str, path: ParamPath) -> dict[str, Any]:
     """One parameter and where it is stored."""
     dtype, shape = opened.weights.files.dtype(name), leaf(opened.abstract, path).shape
     count = int(np.prod(shape, dtype=np.int64))
-    width = np.dtype(DTYPES[dtype]).itemsize
     return {
         "parameter": name_of(path),
         "part": part_of(path),
         "tensor": name,
         "dtype": dtype,
         "shape": list(shape),
-        "parameters": count,
-        "bytes": count * width,
+        "parameters": count * (0 if path[-1] == "scales" else 2 if dtype == "uint8" else 1),  # two to a byte
+        "bytes": count * np.dtype(STORED[dtype]).itemsize,
     }
 
 

@@ -67,7 +67,7 @@ def attention(wanted: str, device: Device, heads: Mapping[str, int], itemsize: i
 
 
 def experts(device: Device) -> str:
-    """The implementation that auto takes for the experts."""
+    """The implementation that auto takes for the experts, and for dense products with quantised matrices."""
     return "pallas" if device.platform == "cuda" and device.capability >= LEAST_CAPABILITY else "xla"
 
 

@@ -162,3 +162,16 @@ def large_moves(hlo: Hlo, arrays: Collection, *, inside_loops: bool) -> list[Ins
         for one in hlo.kernels(inside_loops)
         if hlo.moves(one) and any(dimensions(shape) in wanted for _, shape in one.results)
     ]
+
+
+def whole_weights(hlo: Hlo, config: Config) -> list[Instruction]:
+    """Floating-point arrays as large as one of the config's weights, in whatever shape; those below 2^20 elements are
+    not looked for. Of a quantised model they would be weights whose numbers exist all at once.
+    """
+    plain = build(replace(config, quantization=None))[1]
+    sizes = {math.prod(leaf.shape) for leaf in jax.tree.leaves(plain) if math.prod(leaf.shape) >= 1 << 20}
+
+    def is_one(dtype: str, shape: tuple[int, ...]) -> bool:
+        return dtype in ("bf16", "f16", "f32") and math.prod(shape) in sizes
+
+    return [one for one in hlo.kernels() if any(is_one(*result) for result in one.results)]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.full_size import Hlo, Programs, large_moves
+from tests.full_size import Hlo, Programs, large_moves, whole_weights
 
 pytestmark = pytest.mark.usefixtures("abstract_arrays")
 PROGRAMS = Programs("float32")
@@ -59,6 +59,18 @@ def test_encoding_a_chunk_takes_no_more_memory_behind_a_long_prompt():
         for capacity in (8192, 131_072)
     ]
     assert temps[1] <= temps[0] + (1 << 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_no_quantised_weight_is_ever_whole_as_numbers(quantization):
+    """A sliding and a full layer. Of weights only an expert's numbers exist at once, a tile's or a chunk's."""
+    config = replace(PROGRAMS.config, layers=PROGRAMS.config.layers[4:6], quantization=quantization)
+    programs = Programs("float32", config=config)
+    hlo, memory = compiled(programs.loop())
+    assert whole_weights(hlo, config) == []
+    assert large_moves(hlo, programs.model[1], inside_loops=False) == []
+    assert memory.temp_size_in_bytes < 512 << 20
 
 
 def test_a_copy_of_a_weight_inside_a_loop_is_found():

@@ -106,7 +106,7 @@ def one_pass(
 def _likeliest(model: Transformer, hidden: CanvasHidden, state: CanvasState, knobs: Knobs) -> Likeliest:
     """Of all slots if a running one asks, else what they had: a request that does not ask pays nothing for it."""
     table, softcap = model.embedder.table[...], model.config.final_logit_softcapping
-    n = min(MOST_LOGPROBS, len(table))
+    n = min(MOST_LOGPROBS, table.shape[0])
 
     def look() -> Likeliest:
         found = likeliest(hidden, table, n, softcap)

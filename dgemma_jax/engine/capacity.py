@@ -68,6 +68,11 @@ def _width(config: Config) -> int:
     return config.hidden_size + heads + experts + config.intermediate_size + config.self_conditioning_size
 
 
+def slot_bytes(config: Config, dtype: str) -> int:
+    """Bytes of a slot's state: its canvas and what denoising keeps of it."""
+    return _bytes(lambda: idle(config, jnp.stack([key_from_seed(0)]), Knobs.of([BUILT_IN]), dtype))
+
+
 def context(config: Config, dtype: str, wanted: int | None) -> int:
     """max_model_len as asked for, or the config's context lowered (and said so) to what memory holds for one row."""
     limit = config.max_position_embeddings
@@ -98,7 +103,7 @@ def plan(
     """
     slots = slots if slots is None else check_slots(slots)
     free = free_bytes(fraction) - weights
-    row = _bytes(lambda: idle(config, jnp.stack([key_from_seed(0)]), Knobs.of([BUILT_IN]), dtype))
+    row = slot_bytes(config, dtype)
 
     def need(slots: int, length: int) -> int:
         cache = slots * cache_bytes(config, length, dtype)

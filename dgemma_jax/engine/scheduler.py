@@ -109,7 +109,7 @@ class Scheduler:
             raise ValueError(f"prefill_chunk is {prefill_chunk!r}; expected a positive number of tokens")
         self.config, self.params, self.programs = config, params, programs
         self.tokenizer, self.max_model_len, self.policy = tokenizer, max_model_len, policy
-        self.dtype = str(params["embedder"]["table"].dtype)
+        self.dtype = str(params["final_norm"]["scale"].dtype)  # the table may be quantised
         self.waiting: deque[Job] = deque()
         self.jobs: list[Job | None] = [None] * slots
         self.prefill_chunk = prefill_chunk
@@ -237,7 +237,7 @@ class Scheduler:
         tokens = [np.zeros((1, size), np.int32) for size in chunk_sizes(self.prefill_chunk)]
         calls = [
             ("advance", self.policy, self.params, self.cache, self.slots, nobody, nobody, one),
-            ("admit", self.slots, one, *self._admission(BUILT_IN, key_from_seed(0))),
+            ("admit", self.slots, one, *admission(self.config, BUILT_IN, key_from_seed(0))),
             *(("prefill", self.params, self.cache, chunk, one, one, one) for chunk in tokens),
         ]
         self.programs.compile(calls)
@@ -246,21 +246,10 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         """Hand the request over to the device; its first canvas starts with the next pass."""
         request = job.request
-        admission = self._admission(request.sampling, key_from_seed(request.seed, request.copy))
+        asked = admission(self.config, request.sampling, key_from_seed(request.seed, request.copy))
         with self.stats.clock("device_seconds"):
-            self.slots = self.programs.admit(self.slots, np.int32(job.slot), *admission)
+            self.slots = self.programs.admit(self.slots, np.int32(job.slot), *asked)
         job.at_work = True
-
-    def _admission(self, sampling: Sampling, key: jax.Array) -> tuple:
-        """What the program `admit` wants of a request."""
-        C = self.config.canvas_length
-        suppress = np.zeros((1, self.config.vocab_size), bool)
-        suppress[0, list(sampling.suppress)] = True
-        canvas, pinned = np.full((1, C), -1, np.int32), np.zeros((1, C), bool)
-        if sampling.canvas:
-            canvas[0, : len(sampling.canvas)] = sampling.canvas
-            pinned[0, : len(sampling.pinned)] = sampling.pinned
-        return key[None], Knobs.of([sampling]), suppress, canvas, pinned
 
     def _until_draft(self) -> int:
         """Passes until the next draft is due."""
@@ -340,3 +329,15 @@ def chunk_sizes(largest: int) -> list[int]:
     while sizes[0] > SMALLEST_CHUNK:
         sizes.insert(0, max(SMALLEST_CHUNK, sizes[0] // 4))
     return sizes
+
+
+def admission(config: Config, sampling: Sampling, key: jax.Array) -> tuple:
+    """What the program `admit` wants of a request: key, knobs, suppressed ids, canvas and pinned places of one row."""
+    C = config.canvas_length
+    suppress = np.zeros((1, config.vocab_size), bool)
+    suppress[0, list(sampling.suppress)] = True
+    canvas, pinned = np.full((1, C), -1, np.int32), np.zeros((1, C), bool)
+    if sampling.canvas:
+        canvas[0, : len(sampling.canvas)] = sampling.canvas
+        pinned[0, : len(sampling.pinned)] = sampling.pinned
+    return key[None], Knobs.of([sampling]), suppress, canvas, pinned

@@ -1,5 +1,8 @@
 """The small parts of a layer: norm, gated MLP, embedding, rotary positions."""
 
+from functools import partial
+from types import EllipsisType
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +10,24 @@ from flax import nnx
 from jaxtyping import Float, Float32, Int32
 
 from dgemma_jax.config import Rope
+from dgemma_jax.kernels.matmul import matmul
+from dgemma_jax.kernels.quantized import Quantized, dequantized
 from dgemma_jax.shapes import Array, Hidden, Tokens
 
 
 def weight(*shape: int, dtype: str) -> nnx.Param:
     """A parameter as its shape and dtype; the arrays come with the params pytree."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+
+
+class QuantizedWeight(nnx.Module):
+    """A weight that the params hold as values and scales; read like a Param."""
+
+    def __init__(self, spec: Quantized):
+        self.values, self.scales = nnx.Param(spec.values), nnx.Param(spec.scales)
+
+    def __getitem__(self, key: EllipsisType) -> Quantized:
+        return Quantized(self.values[key], self.scales[key])
 
 
 def rms_norm(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
@@ -36,15 +51,17 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """(gelu(x Wg) * (x Wu)) Wd with the tanh GELU."""
 
-    def __init__(self, width: int, inner: int, dtype: str):
+    def __init__(self, width: int, inner: int, dtype: str, implementation: str = "auto"):
         self.gate = weight(width, inner, dtype=dtype)
         self.up = weight(width, inner, dtype=dtype)
         self.down = weight(inner, width, dtype=dtype)
+        self.implementation = implementation
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        product = partial(matmul, implementation=self.implementation)
         tokens = x.reshape(-1, x.shape[-1])  # gradients of weights are slow over two leading axes
-        gate = jax.nn.gelu(tokens @ self.gate[...], approximate=True)
-        return ((gate * (tokens @ self.up[...])) @ self.down[...]).reshape(x.shape)
+        gate = jax.nn.gelu(product(tokens, self.gate[...]), approximate=True)
+        return product(gate * product(tokens, self.up[...]), self.down[...]).reshape(x.shape)
 
 
 class Embedder(nnx.Module):
@@ -52,16 +69,12 @@ class Embedder(nnx.Module):
 
     def __init__(self, vocab: int, width: int, dtype: str):
         self.table = weight(vocab, width, dtype=dtype)
-
-    @property
-    def scale(self) -> float:
-        """sqrt(D) as the table's dtype holds it (bf16: 53.0 for D = 2816)."""
-        table = self.table[...]
-        return float(np.sqrt(np.float32(table.shape[1])).astype(table.dtype))
+        self.dtype = dtype
+        self.scale = float(np.sqrt(np.float32(width)).astype(dtype))  # in bf16 53.0 for D = 2816
 
     def __call__(self, ids: Tokens) -> Hidden:
-        table = self.table[...]
-        return table[ids] * jnp.asarray(self.scale, table.dtype)
+        rows = dequantized(jax.tree.map(lambda part: part[ids], self.table[...]), self.dtype)
+        return rows * jnp.asarray(self.scale, rows.dtype)
 
 
 def inverse_frequencies(rope: Rope, width: int) -> np.ndarray:

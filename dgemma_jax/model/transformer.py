@@ -4,6 +4,7 @@ Source: transformers' DiffusionGemma; the equations are restated where they are 
 """
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,8 +13,9 @@ from dgemma_jax.cache import KVCache, write
 from dgemma_jax.config import Config, LayerConfig
 from dgemma_jax.model.attention import Attention
 from dgemma_jax.model.experts import Experts, Router
-from dgemma_jax.model.layers import MLP, Embedder, RMSNorm, rms_norm, rotary_table, weight
+from dgemma_jax.model.layers import MLP, Embedder, QuantizedWeight, RMSNorm, rms_norm, rotary_table, weight
 from dgemma_jax.model.vision import VisionTower
+from dgemma_jax.quantization import quantized_spec
 from dgemma_jax.shapes import Canvas, CanvasHidden, Hidden, Lengths, RowMask
 
 LAYER_NORMS = (
@@ -31,12 +33,14 @@ LAYER_NORMS = (
 class Implementations:
     """Which implementation of each op a model runs, see the ops' folders in kernels/; "auto" lets the op choose.
 
-    Only "reference" attention and experts have a reverse mode, so training asks for those.
+    Only "reference" attention and experts have a reverse mode, so training asks for those. dense: of the products with
+    quantised matrices outside the experts.
     """
 
     attention: str = "auto"
     experts: str = "auto"
     head: str = "auto"
+    dense: str = "auto"
 
 
 AUTO = Implementations()
@@ -49,8 +53,8 @@ class Layer(nnx.Module):
     def __init__(self, config: Config, layer: LayerConfig, dtype: str, implementations: Implementations):
         for name in LAYER_NORMS:
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, dtype))
-        self.attention = Attention(config, layer, dtype, implementations.attention)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
+        self.attention = Attention(config, layer, dtype, implementations.attention, implementations.dense)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype, implementations.dense)
         self.router = Router(config, dtype)
         self.experts = Experts(config, dtype, implementations.experts)
         self.encoder_scalar = weight(dtype=dtype)
@@ -94,6 +98,8 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if config.vision is not None:
             self.vision = VisionTower(config, config.vision, dtype)
+        if config.quantization is not None:
+            quantize_weights(self, config.quantization)
 
     def encode(self, tokens: Canvas, lengths: Lengths, cache: KVCache) -> tuple[KVCache, Hidden]:
         """Causal pass over the first lengths[b] tokens of each row, appended to the cache; final-normed states."""
@@ -143,6 +149,16 @@ class Transformer(nnx.Module):
         if keep is not None:
             cache = replace(cache, k=tuple(ks), v=tuple(vs), lengths=cache.lengths + keep)
         return cache, self.final_norm(x)
+
+
+def quantize_weights(model: Transformer, quantization: str) -> None:
+    """Replaces every Param that is stored in 8 or 4 bits, see `dgemma_jax.quantization`."""
+    for path, param in nnx.to_flat_state(nnx.state(model)):
+        spec = quantized_spec(path, param.get_value().shape, quantization)
+        if spec is not None:
+            *outer, name = path
+            owner = reduce(lambda node, key: node[key] if isinstance(key, int) else getattr(node, key), outer, model)
+            setattr(owner, name, QuantizedWeight(spec))
 
 
 def build(

@@ -5,6 +5,7 @@ from typing import Literal
 from jaxtyping import Float, Float32, Int32
 
 from dgemma_jax.kernels.grouped_matmul import reference, xla
+from dgemma_jax.kernels.quantized import Quantized
 from dgemma_jax.shapes import Array
 
 
@@ -20,8 +21,8 @@ IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts, "pallas":
 
 def experts(
     x: Float[Array, "R D"],
-    gate_up: Float[Array, "E D F"],
-    down: Float[Array, "E I D"],
+    gate_up: Float[Array, "E D F"] | Quantized,
+    down: Float[Array, "E I D"] | Quantized,
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
     *,
@@ -30,7 +31,8 @@ def experts(
     """out[r] = sum_a weights[r,a] * (gelu(x[r] Wg) * (x[r] Wu)) Wd with the matrices of expert ids[r,a].
 
     x: R tokens. gate_up: F = 2I columns, gate first. weights in fp32; they need not sum to 1. The sum over experts is
-    accumulated in fp32 and rounded once. tanh GELU. ids of one token are distinct.
+    accumulated in fp32 and rounded once. tanh GELU. ids of one token are distinct. Quantised matrices become numbers
+    an expert, or a tile of one, at a time; of 4 bits in groups along the axis that is summed over.
     """
     name = "xla" if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:

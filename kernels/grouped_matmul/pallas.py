@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Float, Float32, Int32
 
+from dgemma_jax.config import INT4_GROUP
 from dgemma_jax.kernels import pallas_compat
 from dgemma_jax.kernels.grouped_matmul.xla import Plan, plan
+from dgemma_jax.kernels.quantized import HALF, Quantized, unpacked
 from dgemma_jax.shapes import Array
 
 
@@ -47,8 +49,8 @@ def tile_for(pairs: int, experts: int, itemsize: int) -> Tile:
 
 def experts(
     x: Float[Array, "R D"],
-    gate_up: Float[Array, "E D F"],
-    down: Float[Array, "E I D"],
+    gate_up: Float[Array, "E D F"] | Quantized,
+    down: Float[Array, "E I D"] | Quantized,
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
     *,
@@ -71,7 +73,7 @@ def experts(
 def grouped(
     where: Plan,
     source: Float[Array, "rows K"],
-    matrices: Float[Array, "E K N"],
+    matrices: Float[Array, "E K N"] | Quantized,
     tile: Tile,
     *,
     rows: int,
@@ -83,11 +85,11 @@ def grouped(
     Blocks are the grid's first axis, so that those of one expert run side by side and find its columns in the L2 cache.
     """
     width = matrices.shape[2] // (2 if gated else 1)
-    blocks = where.expert.shape[0]
-    whole = [pl.BlockSpec(array.shape, lambda block, column, n=array.ndim: (0,) * n) for array in (source, matrices)]
+    blocks, parts = where.expert.shape[0], jax.tree.leaves(matrices)
+    whole = [pl.BlockSpec(array.shape, lambda block, column, n=array.ndim: (0,) * n) for array in (source, *parts)]
     return pallas_compat.triton_call(
         partial(_multiply, tile=tile, share=rows // source.shape[0], gated=gated),
-        *(where.used[None], where.expert, where.pairs, source, matrices),
+        *(where.used[None], where.expert, where.pairs, source, *parts),
         grid=(blocks, pl.cdiv(width, tile.columns)),
         in_specs=[
             pl.BlockSpec((None,), lambda block, column: (0,)),
@@ -103,34 +105,52 @@ def grouped(
     )
 
 
-def _multiply(used, expert, pairs, source, matrices, out, *, tile, share, gated):
-    """One program: refs source [rows, K], matrices [E, K, N] and out [pairs, width]; N = 2 width where gated.
+def _multiply(used, expert, pairs, source, matrices, *scales_and_out, tile, share, gated):
+    """One program: refs source [rows, K], matrices [E, K, N] (with 4 bits [E, K/2, N]), the scales of quantised ones
+    [E, 1, N] (with 4 bits [E, K/INT4_GROUP, N]) and out [pairs, width]; N = 2 width where gated.
 
     share: pairs that read the same row of source. Blocks from `used` on hold no pair: they sum and store nothing.
+    8 bits: the whole sums are scaled. 4 bits: a step sums one group, and scales that.
     """
+    *scales, out = scales_and_out
+    packed = matrices.dtype == jnp.uint8
     K, width = source.shape[1], out.shape[1]
     pair, chosen = pairs[...][:, None], expert[...]
     taken = pair < out.shape[0]
     first = pl.program_id(1) * tile.columns
     column = first + jnp.arange(tile.columns)[None, :]
-    steps = jnp.where(pl.program_id(0) < used[...], jnp.int32(pl.cdiv(K, tile.inner)), jnp.int32(0))
+    inside = column < width
+    parts = [pl.ds(first + part * width, tile.columns) for part in range(2 if gated else 1)]
+    inner, held = (INT4_GROUP, HALF) if packed else (tile.inner, tile.inner)  # terms of a step, rows that hold them
+    steps = jnp.where(pl.program_id(0) < used[...], jnp.int32(pl.cdiv(K, inner)), jnp.int32(0))
+
+    def scaled(sums, group, columns):
+        scale = pallas_compat.load(scales[0].at[chosen, pl.ds(group, 1), columns], mask=inside, other=0)
+        return sums * scale.astype(jnp.float32)
 
     def add(step, sums):
-        start = step * tile.inner
-        term = start + jnp.arange(tile.inner)
-        a = pallas_compat.load(source.at[pair // share, term[None, :]], mask=taken & (term < K)[None, :], other=0)
-        mask = (term < K)[:, None] & (column < width)
-        parts = []
-        for part, total in enumerate(sums):
-            columns = pl.ds(first + part * width, tile.columns)
-            b = pallas_compat.load(matrices.at[chosen, pl.ds(start, tile.inner), columns], mask=mask, other=0)
-            parts.append(total + _product(a, b))
-        return tuple(parts)
+        terms = [step * inner + offset + jnp.arange(held) for offset in range(0, inner, held)]
+        rows = [
+            pallas_compat.load(source.at[pair // share, term[None, :]], mask=taken & (term < K)[None, :], other=0)
+            for term in terms
+        ]
+        mask = (terms[0] < K)[:, None] & inside
+
+        def product(columns):
+            numbers = pallas_compat.load(matrices.at[chosen, pl.ds(step * held, held), columns], mask=mask, other=0)
+            if not packed:
+                return _product(rows[0], numbers.astype(source.dtype))
+            low, high = (half.astype(source.dtype) for half in unpacked(numbers))
+            return scaled(_product(rows[0], low) + _product(rows[1], high), step, columns)
+
+        return tuple(total + product(columns) for total, columns in zip(sums, parts, strict=True))
 
     zero = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    sums = jax.lax.fori_loop(jnp.int32(0), steps, add, (zero, zero) if gated else (zero,))
+    sums = jax.lax.fori_loop(jnp.int32(0), steps, add, (zero,) * len(parts))
+    if scales and not packed:
+        sums = [scaled(total, 0, columns) for total, columns in zip(sums, parts, strict=True)]
     result = _gelu(sums[0]) * sums[1] if gated else sums[0]
-    pallas_compat.store(out.at[pair, column], result.astype(out.dtype), mask=taken & (column < width))
+    pallas_compat.store(out.at[pair, column], result.astype(out.dtype), mask=taken & inside)
 
 
 def _product(a, b):

@@ -4,17 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
+from dgemma_jax.kernels.quantized import Quantized, dequantized
 from dgemma_jax.shapes import Array
 
 
 def experts(
     x: Float[Array, "R D"],
-    gate_up: Float[Array, "E D F"],
-    down: Float[Array, "E I D"],
+    gate_up: Float[Array, "E D F"] | Quantized,
+    down: Float[Array, "E I D"] | Quantized,
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
 ) -> Float[Array, "R D"]:
     """See `dgemma_jax.kernels.grouped_matmul.experts`."""
+    gate_up, down = dequantized(gate_up, x.dtype), dequantized(down, x.dtype)
     E, width = gate_up.shape[0], down.shape[1]
     # Ids of one token are distinct, so this is a scatter; a one-hot product keeps it a plain matrix product.
     dense = jnp.sum(jax.nn.one_hot(ids, E, dtype=jnp.float32) * weights[:, :, None], axis=1)

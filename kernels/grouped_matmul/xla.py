@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
+from dgemma_jax.kernels.quantized import Quantized, Weight, dequantized
 from dgemma_jax.shapes import Array
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
@@ -48,8 +49,8 @@ def block_size(pairs: int, experts: int) -> int:
 
 def experts(
     x: Float[Array, "R D"],
-    gate_up: Float[Array, "E D F"],
-    down: Float[Array, "E I D"],
+    gate_up: Float[Array, "E D F"] | Quantized,
+    down: Float[Array, "E I D"] | Quantized,
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
 ) -> Float[Array, "R D"]:
@@ -62,13 +63,19 @@ def experts(
     def visit(index: Int32[Array, ""], out: Float32[Array, "S D"]) -> Float32[Array, "S D"]:
         expert = where.expert[index]
         rows = padded[jax.lax.dynamic_slice_in_dim(where.pairs, index * block, block) // A]
-        inner = rows @ jax.lax.dynamic_index_in_dim(gate_up, expert, keepdims=False)
+        inner = rows @ _of(expert, gate_up, x.dtype)
         hidden = jax.nn.gelu(inner[:, :width], approximate=True) * inner[:, width:]
-        matrix = jax.lax.dynamic_index_in_dim(down, expert, keepdims=False)
-        result = jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)
+        result = jnp.matmul(hidden, _of(expert, down, x.dtype), preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, result, index * block, axis=0)
 
     # What no pair fills is never read. Zeros would be one constant for all layers, which each had to copy first.
     slots = jnp.broadcast_to(x[:1].astype(jnp.float32), (where.pairs.shape[0], D))
     slots = jax.lax.fori_loop(0, where.used, visit, slots)
     return jnp.einsum("ra,rad->rd", weights, slots[where.slots]).astype(x.dtype)
+
+
+def _of(expert: Int32[Array, ""], weights: Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:
+    """The matrix of one expert."""
+    return dequantized(
+        jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, expert, keepdims=False), weights), dtype
+    )

@@ -5,10 +5,11 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
+from dgemma_jax.kernels.quantized import Table
 from dgemma_jax.kernels.vocab_head import reference, xla
 from dgemma_jax.kernels.vocab_head.likeliest import likeliest
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats, Likeliest
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, PerRow, Table
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, PerRow
 
 __all__ = ["TILE", "HeadStats", "Likeliest", "likeliest", "vocab_head"]
 
@@ -35,7 +36,8 @@ def vocab_head(
     Order: softcap in fp32, suppressed ids (True) to -inf, then what top_k[b] and top_p[b] cut off (`reference.floor`;
     0 and 1 leave a row whole, None all rows), temperature[b] > 0; the proposal's logits are divided by
     draw_temperature[b] once more (0: the proposal is the argmax). uniforms: U = 1 + ceil(V / TILE) numbers in [0, 1)
-    per position, see `reference.draw`. scale: the embedding's factor, sqrt(D) rounded to the table's dtype.
+    per position, see `reference.draw`. scale: the embedding's factor, sqrt(D) rounded to the dtype of hidden, which is
+    the table's unless that is quantised.
     ids: in 0 .. V - 1, whose log-probabilities to report.
     """
     if top_k is not None or top_p is not None:

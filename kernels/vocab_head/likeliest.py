@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32, Int32
 
+from dgemma_jax.kernels.quantized import Table, taken
 from dgemma_jax.kernels.vocab_head.reference import capped_logits
 from dgemma_jax.kernels.vocab_head.types import Likeliest
 from dgemma_jax.kernels.vocab_head.xla import chunk_size
-from dgemma_jax.shapes import Array, CanvasHidden, Logits, Table
+from dgemma_jax.shapes import Array, CanvasHidden, Logits
 
 Running = tuple[Float32[Array, "B C"], Float32[Array, "B C n"], Int32[Array, "B C n"]]
 
@@ -20,10 +21,10 @@ def likeliest(hidden: CanvasHidden, table: Table, n: int, softcap: float, chunk:
     (B, C), V = hidden.shape[:2], table.shape[0]
     if not 1 <= n <= V:
         raise ValueError(f"likeliest: n is {n}; expected 1 .. {V}, the size of the vocabulary")
-    chunk = chunk or chunk_size(B * C, table)
+    chunk = chunk or chunk_size(B * C, table.shape, hidden.dtype)
 
     def visit(running: Running, start: Int32[Array, ""], size: int) -> Running:
-        logits = capped_logits(hidden, jax.lax.dynamic_slice_in_dim(table, start, size, axis=0), softcap)
+        logits = capped_logits(hidden, taken(table, start, size, axis=0), softcap)
         return _add(running, logits, start)
 
     running: Running = (

@@ -4,20 +4,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
+from dgemma_jax.kernels.quantized import Table, dequantized
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow, Table
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow
 
 
 def capped_logits(hidden: CanvasHidden, table: Table, softcap: float) -> Logits:
     """softcap * tanh(hidden . table / softcap), accumulated and capped in fp32: bf16 would tie the top logits."""
+    table = dequantized(table, hidden.dtype)
     raw = jnp.einsum("bcd,vd->bcv", hidden, table, preferred_element_type=jnp.float32)
     return softcap * jnp.tanh(raw / softcap)
 
 
-def soft_embedding(probabilities: Logits, table: Table, scale: float) -> CanvasHidden:
-    """(p @ table) * scale: the expected scaled embedding; p is cast once, the product accumulates in fp32."""
+def soft_embedding(probabilities: Logits, table: Table, scale: float, dtype: jnp.dtype | str) -> CanvasHidden:
+    """(p @ table) * scale in `dtype`, the expected scaled embedding; p is cast once, the sum is in fp32."""
+    table = dequantized(table, dtype)
     mean = jnp.einsum("bcv,vd->bcd", probabilities.astype(table.dtype), table, preferred_element_type=jnp.float32)
-    return (mean * scale).astype(table.dtype)
+    return (mean * scale).astype(dtype)
 
 
 def inverse_cdf(weights: Float32[Array, "... n"], uniform: Float32[Array, "..."]) -> Int32[Array, "..."]:
@@ -91,6 +94,6 @@ def vocab_head(
         sample=jnp.where(greedy[:, None], argmax, sample),
         entropy=entropy,
         logprob=logprob(argmax),
-        soft=soft_embedding(weights / total[..., None], table, scale),
+        soft=soft_embedding(weights / total[..., None], table, scale, hidden.dtype),
         id_logprob=None if ids is None else logprob(ids),
     )

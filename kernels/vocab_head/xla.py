@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 
+from dgemma_jax.kernels.quantized import Quantized, Table, after, dequantized, taken
 from dgemma_jax.kernels.vocab_head import truncation
 from dgemma_jax.kernels.vocab_head.reference import capped_logits, inverse_cdf
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow, Table
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow
 
 BLOCK = 128  # ids whose cumulative sum is taken at once when choosing inside a tile
 TEMPORARY_BYTES = 64 << 20  # what the arrays of a chunk may take together
@@ -91,12 +92,14 @@ def vocab_head(
     """
     B, V = hidden.shape[0], table.shape[0]
     rows = Rows(temperature, draw_temperature, uniforms, jnp.zeros((B, V), bool) if suppress is None else suppress)
+    table = after(hidden, table)
 
     def logits(start: Int32[Array, ""], size: int) -> Logits:
-        return capped_logits(hidden, jax.lax.dynamic_slice_in_dim(table, start, size, axis=0), softcap)
+        return capped_logits(hidden, taken(table, start, size, axis=0), softcap)
 
+    chunk = chunk or chunk_size(B * hidden.shape[1], table.shape, hidden.dtype)
     how = {"softcap": softcap, "scale": scale, "chunk": chunk}
-    stats = _stream(logits, hidden.shape[1], table, rows, None, ids, **how)
+    stats = _stream(logits, hidden, table, rows, None, ids, **how)
     if top_k is None:
         return stats
     return _truncated(stats, hidden, table, rows, top_k, top_p, **how)
@@ -112,14 +115,13 @@ def _truncated(
     *,
     softcap: float,
     scale: float,
-    chunk: int | None,
+    chunk: int,
 ) -> HeadStats:
     """stats with the rows that ask for top_k or top_p replaced, a few positions with all their logits at a time.
 
     The floor and what is summed above it come from the same logits: computed twice they could differ in the last bit.
     """
-    B, C, n = *hidden.shape[:2], positions_at_once(hidden.shape[1], len(table))
-    chunk = chunk or chunk_size(B * C, table)  # of the whole canvas: few positions would cut out half of the table
+    C, n = hidden.shape[1], positions_at_once(hidden.shape[1], table.shape[0])
     groups = -(-C // n)
     asks = (top_k > 0) | (top_p < 1)
     asking = jnp.nonzero(asks, size=len(asks), fill_value=0)[0].astype(jnp.int32)
@@ -129,10 +131,10 @@ def _truncated(
         mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), rows)
         mine = replace(mine, uniforms=jax.lax.dynamic_slice_in_dim(mine.uniforms, first, n, axis=2))
         states = jax.lax.dynamic_slice(hidden, (row, first, 0), (1, n, hidden.shape[2]))
-        allowed = jnp.where(mine.suppress[:, None], -jnp.inf, capped_logits(states, table, softcap))
+        allowed = jnp.where(mine.suppress[:, None], -jnp.inf, _all_logits(states, table, softcap, chunk))
         part = _stream(
             lambda start, size: jax.lax.dynamic_slice_in_dim(allowed, start, size, axis=2),
-            n,
+            states,
             table,
             mine,
             truncation.floor(allowed, top_k[row], top_p[row], softcap),
@@ -148,9 +150,23 @@ def _truncated(
     return jax.lax.fori_loop(0, jnp.sum(asks, dtype=jnp.int32) * groups, visit, stats)
 
 
+def _all_logits(hidden: CanvasHidden, table: Table, softcap: float, chunk: int) -> Logits:
+    """Soft-capped logits of all ids; of a quantised table a chunk at a time exists as numbers."""
+    (B, C), V = hidden.shape[:2], table.shape[0]
+    if not isinstance(table, Quantized) or chunk >= V:
+        return capped_logits(hidden, table, softcap)
+
+    def visit(index: Int32[Array, ""], out: Logits) -> Logits:
+        start = jnp.minimum(index * chunk, V - chunk)  # the last chunk overlaps the one before it
+        part = capped_logits(hidden, taken(table, start, chunk, axis=0), softcap)
+        return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=2)
+
+    return jax.lax.fori_loop(0, -(-V // chunk), visit, jnp.zeros((B, C, V), jnp.float32))
+
+
 def _stream(
     logits: Callable[[Int32[Array, ""], int], Logits],
-    C: int,
+    hidden: CanvasHidden,
     table: Table,
     rows: Rows,
     floor: Float32[Array, "B C"] | None,
@@ -158,21 +174,20 @@ def _stream(
     *,
     softcap: float,
     scale: float,
-    chunk: int | None,
+    chunk: int,
 ) -> HeadStats:
-    """The head over chunks of the table. logits(start, size): soft-capped, of `size` ids from `start` on, C positions.
+    """The head over chunks of the table. logits(start, size): soft-capped, of `size` ids from `start` on, of `hidden`.
 
     floor: logits below it are cut off like suppressed ids.
     """
-    (B, V), D = rows.suppress.shape, table.shape[1]
-    chunk = chunk or chunk_size(B * C, table)
+    (B, C, D), V = hidden.shape, table.shape[0]
     greedy = rows.draw_temperature == 0
     divisor = rows.temperature * jnp.where(greedy, 1.0, rows.draw_temperature)
     same = jnp.all(greedy | (rows.draw_temperature == 1))
     uniforms = jnp.swapaxes(rows.uniforms, 1, 2)
 
     def visit(running: Running, start: Int32[Array, ""], size: int) -> tuple[Running, Tiles]:
-        embedded = jax.lax.dynamic_slice_in_dim(table, start, size, axis=0)
+        embedded = dequantized(taken(table, start, size, axis=0), hidden.dtype)
         cut = jax.lax.dynamic_slice_in_dim(rows.suppress, start, size, axis=1)[:, None]
         inside = jax.lax.dynamic_slice_in_dim(uniforms, 1 + start // TILE, -(-size // TILE), axis=2)
         raw = logits(start, size)
@@ -198,18 +213,19 @@ def _stream(
         sample=sample,
         entropy=jnp.log(running.total) - running.weighted / running.total,
         logprob=running.peak - running.raw.lse,
-        soft=(running.soft / running.total[..., None] * scale).astype(table.dtype),
+        soft=(running.soft / running.total[..., None] * scale).astype(hidden.dtype),
         id_logprob=None if ids is None else running.raw.given - running.raw.lse,
     )
 
 
-def chunk_size(positions: int, table: Table) -> int:
+def chunk_size(positions: int, table: tuple[int, int], dtype: jnp.dtype) -> int:
     """Ids per chunk: as many tiles as TEMPORARY_BYTES allow for the canvas positions of all rows, at least one.
 
-    A chunk takes ARRAYS_PER_CHUNK numbers in fp32 for every position and id, and a copy of its rows of the table.
+    A chunk takes ARRAYS_PER_CHUNK numbers in fp32 for every position and id, and a copy of its rows of the table (of
+    that shape) in `dtype`.
     """
-    V, D = table.shape
-    tiles = TEMPORARY_BYTES // (TILE * (4 * ARRAYS_PER_CHUNK * positions + D * table.dtype.itemsize))
+    V, D = table
+    tiles = TEMPORARY_BYTES // (TILE * (4 * ARRAYS_PER_CHUNK * positions + D * dtype.itemsize))
     return TILE * max(1, min(tiles, -(-V // TILE)))
 
 
@@ -235,7 +251,7 @@ def _weights(allowed: Logits, peak: Float32[Array, "B C"], divisor: PerRow) -> L
 def _add(
     old: Running,
     allowed: Logits,
-    rows: Table,
+    rows: Float[Array, "v D"],
     start: Int32[Array, ""],
     temperature: PerRow,
 ) -> tuple[Running, Logits]:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.gpu_aot import TARGETS, measure_apart
+from benchmarks.gpu_aot import MIB, TARGETS, measure_apart
+from dgemma_jax.engine.hardware import WEIGHTS
 
 pytestmark = [pytest.mark.gpu_aot, pytest.mark.slow]
 CANVAS_TIMES_VOCABULARY = 256 * 262_144
@@ -17,8 +18,9 @@ def figures(request) -> dict:
     return found
 
 
-def test_memory_of_a_step(figures):
-    one, two = figures["loop, 1 rows"]["temp_mib"], figures["loop, 2 rows"]["temp_mib"]
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_memory_of_a_step(figures, weights):
+    one, two = (figures[f"loop, {rows} rows, {weights}"]["temp_mib"] for rows in (1, 2))
     assert one < 128
     assert two - one < 64
 
@@ -27,13 +29,23 @@ def test_no_logits_and_no_copies(figures):
     for name, found in figures.items():
         assert found["largest_array_elements"] < CANVAS_TIMES_VOCABULARY, name
         assert found["large_copies"] == 0, name
+        assert found["whole_weights"] == 0, name
+
+
+def test_quantised_weights_are_arguments_of_their_bytes(figures):
+    """Of 26B without the image tower, beside cache and slots."""
+    for weights, gigabytes in {"bf16": 50.5, "int8": 25.35, "int4": 14.57}.items():
+        found = figures[f"loop, 1 rows, {weights}"]
+        assert found["arguments_mib"] - found["cache_mib"] == pytest.approx(gigabytes * 1e9 / MIB, rel=0.01)
 
 
 def test_a_chunk_is_encoded_in_the_donated_cache(figures):
-    found = figures["encode, 1 rows"]
-    assert found["alias_mib"] == found["cache_mib"]
+    for weights in ("bf16", "int8"):
+        found = figures[f"encode, 1 rows, {weights}"]
+        assert found["alias_mib"] == found["cache_mib"]
 
 
-def test_few_kernels_per_layer(figures):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_few_kernels_per_layer(figures, weights):
     """A step is launched kernel by kernel; a change that breaks fusion shows here first."""
-    assert 10 < figures["loop, 1 rows"]["kernels_per_layer"] < 110
+    assert 10 < figures[f"loop, 1 rows, {weights}"]["kernels_per_layer"] < 110

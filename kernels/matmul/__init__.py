@@ -1,0 +1,35 @@
+"""The dense product of a layer: rows times a matrix, which may be quantised."""
+
+from typing import Literal
+
+from jaxtyping import Float
+
+from dgemma_jax.kernels.matmul import reference, xla
+from dgemma_jax.kernels.quantized import Matrix, Quantized
+from dgemma_jax.shapes import Array
+
+
+def _pallas(x: Array, matrix: Matrix) -> Array:
+    """`pallas.matmul`, whose backend is a fifth of a second to import: only for those who choose it."""
+    from dgemma_jax.kernels.matmul import pallas
+
+    return pallas.matmul(x, matrix)
+
+
+IMPLEMENTATIONS = {"reference": reference.matmul, "xla": xla.matmul, "pallas": _pallas}
+
+
+def matmul(
+    x: Float[Array, "R K"], matrix: Matrix, *, implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"
+) -> Float[Array, "R N"]:
+    """x @ matrix in the dtype of x. implementation: of the product with a quantised matrix; one with an array is XLA's.
+
+    The definition rounds the numbers of a quantised matrix to the dtype of x once; where a product scales sums instead,
+    it is a rounding more exact.
+    """
+    if not isinstance(matrix, Quantized):
+        return x @ matrix
+    name = "xla" if implementation == "auto" else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"matmul: implementation {name!r} is unknown; choose from auto, {', '.join(IMPLEMENTATIONS)}")
+    return IMPLEMENTATIONS[name](x, matrix)

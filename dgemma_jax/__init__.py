@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dgemma_jax import viz
     from dgemma_jax.api import Model, load
     from dgemma_jax.cache import KVCache, init_cache
     from dgemma_jax.config import Config, gemma_26b_a4b, tiny
@@ -48,10 +49,12 @@ _HOME = {
 }
 
 __version__ = "0.1.0"
-__all__ = [*_HOME, "__version__"]
+__all__ = [*_HOME, "__version__", "viz"]
 
 
 def __getattr__(name: str):
+    if name == "viz":
+        return import_module("dgemma_jax.viz")
     if name not in _HOME:
         raise AttributeError(f"module 'dgemma_jax' has no attribute {name!r}")
     value = getattr(import_module(f"dgemma_jax.{_HOME[name]}"), name)

@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-newest soak gpu-offline gpu-aot lint clean
+.PHONY: demo test test-newest soak gpu-offline gpu-aot lint docs notebooks clean
 
 demo: $(VENV)/.demo  ## install, then watch a sudoku being solved and lists reversed
 	$(BIN)/python -m dgemma_jax.demo
@@ -25,9 +25,16 @@ gpu-offline: .venv-gpu/.done  ## the GPU kernels' machine code and CUDA programs
 gpu-aot: .venv-gpu-aot/.done  ## the 26B programs compiled for GPUs that are not there: memory, copies, kernels
 	.venv-gpu-aot/bin/python -m pytest -m gpu_aot -rs -s tests/gpu_aot
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.test  ## the documentation, into site/
+	$(BIN)/mkdocs build --strict
+
+notebooks: $(VENV)/.test  ## run them and store what they print
+	$(BIN)/python notebooks/execute.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,4 +61,4 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv312 .venv-gpu .venv-gpu-aot build dist *.egg-info
+	rm -rf $(VENV) .venv312 .venv-gpu .venv-gpu-aot build dist site *.egg-info

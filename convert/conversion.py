@@ -63,7 +63,8 @@ def convert(
 
     abstract: the nested dict of shapes that params must match. dtype: "bfloat16", "float32", or None for each tensor
     as stored. to: "orbax" or "hf". quantize: "int8" or "int4", see `dgemma_jax.quantization`; dtype is then that of the
-    other weights and of the computation. overwrite: replace the model that lies at `path`.
+    other weights and of the computation. overwrite: replace the model that lies at `path`. progress: called with bytes
+    done and bytes in all.
     Raises ValueError (WeightsError with everything that does not fit) or OSError; the source is only read.
     """
     check(dtype in (None, *CHOICES), "dtype", dtype, "one of " + ", ".join(CHOICES))
@@ -98,6 +99,7 @@ def convert(
 def verify(weights: Weights, abstract: Mapping, progress: Progress = lambda done, total: None) -> int:
     """Reads every tensor of a converted directory that was opened to be verified, and returns how many there are.
 
+    weights, abstract, progress: see `convert`.
     ValueError naming each item whose values are not those that were written.
     """
     if not is_converted(weights.directory):

@@ -73,7 +73,8 @@ def _implementations(attention: str, config: Config, itemsize: int) -> tuple[Imp
 class Model:
     """A loaded model. config, params (plain nested dict of arrays), graph, tokenizer (None if it has none), defaults.
 
-    params and graph go into the functional layer (`dg.encode`, `dg.denoise`, ...).
+    params and graph go into the functional layer (`dg.encode`, `dg.denoise`, ...). max_model_len: longest prompt plus
+    output, see `load`, which makes models. implementations: which one each op runs.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class Model:
         self._programs = Programs(self.graph, config)
 
     def variant(self, max_model_len: int, attention_implementation: str = "auto") -> "Model":
-        """The same weights with another context or attention, see `load`; "auto" leaves the attention as it is."""
+        """The same weights with another max_model_len or attention_implementation, see `load`; "auto" leaves the
+        attention as it is.
+        """
         other = copy(self)
         other.max_model_len = context(self.config, self.dtype, max_model_len)
         if attention_implementation != "auto":

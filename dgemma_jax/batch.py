@@ -69,7 +69,7 @@ def answers(
     every Canvas. Lines are read as slots become free.
 
     sampling: of lines that choose nothing else. raw: a `prompt` is the model's input as it stands, not a user's turn.
-    done: ids to leave out.
+    shard: which lines to answer. done: ids to leave out.
     """
     done = frozenset(done)
     failed: list[dict[str, Any]] = []

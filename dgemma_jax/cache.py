@@ -36,7 +36,7 @@ def init_cache(config: Config, batch: int, capacity: int, dtype: str | None = No
     Raises ValueError if batch or capacity is not positive.
     """
     if batch < 1 or capacity < 1:
-        raise ValueError(f"init_cache: batch {batch} and capacity {capacity} must be at least 1")
+        raise ValueError(f"batch is {batch} and capacity {capacity}; expected at least 1 of each")
 
     def buffers() -> tuple[Array, ...]:
         return tuple(

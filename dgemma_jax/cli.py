@@ -15,9 +15,20 @@ from typing import NoReturn
 from dgemma_jax import cli_bench
 from dgemma_jax.program_cache import keep_programs
 
+CHAT = "Talk with the model, at a terminal or over a pipe with a turn per line. /help lists what else it takes."
 CONVERT = "Write a model in another layout or dtype. A run that was interrupted goes on where it stopped."
 SERVE = "Serve a model over HTTP with OpenAI's interface, documented at /docs, and a page that shows the canvas at /."
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+class _Version(argparse.Action):
+    """Prints what there is and where it would run, and leaves. Only here is jax imported before a command runs."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from dgemma_jax.about import about
+
+        print(about())
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,10 +81,15 @@ def leave(code: int) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="dgemma", description="DiffusionGemma, a block-diffusion language model, in JAX.")
+    parser = _Parser(
+        prog="dgemma",
+        description="DiffusionGemma, a block-diffusion language model, in JAX.",
+        epilog="dgemma COMMAND --help tells what a command takes.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="versions, the device, and what runs there")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="answer prompts", description="Answer prompts."))
-    _add_chat(commands.add_parser("chat", help="talk in the terminal", description="Talk with the model."))
+    _add_chat(commands.add_parser("chat", help="talk in the terminal", description=CHAT))
     _add_convert(commands.add_parser("convert", help="write a model in another layout", description=CONVERT))
     _add_serve(commands.add_parser("serve", help="answer over HTTP", description=SERVE))
     cli_bench.add_arguments(commands.add_parser("bench", help="measure a server", description="Measure a server."))
@@ -87,12 +103,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="the prompt is the model's input as it stands, not a user's turn of a chat")
     add("--json", action="store_true", help="one JSON object per answer and line")
     add("--watch", action="store_true", help="show the canvas while it is denoised, one prompt after the other")
-    add("--input", metavar="FILE", help="answer a file of prompts, one JSON object with prompt or messages per line")
-    add("--output", metavar="FILE", help="where the answers to --input go, one JSON object per line as they finish")
-    add("--resume", action="store_true", help="go on with an --output that an earlier run left")
-    add("--shard", metavar="I/N", help="only every N-th line of --input, from line I on, counted from 0")
     add("--slots", type=int, metavar="N", help="prompts denoised together (by default as many as there are, up to 8)")
     _add_model_and_knobs(parser)
+    add = parser.add_argument_group("a file of prompts, instead of PROMPT").add_argument
+    add("--input", metavar="FILE", help="one JSON object with prompt or messages per line")
+    add("--output", metavar="FILE", help="where the answers go, one JSON object per line as they finish")
+    add("--resume", action="store_true", help="go on with an --output that an earlier run left")
+    add("--shard", metavar="I/N", help="only every N-th line of --input, from line I on, counted from 0")
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

@@ -127,13 +127,16 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A DiffusionGemma model: text stack, canvas, special ids, stored dtype and, if it has one, the image tower.
+    """A DiffusionGemma model: text stack, canvas, special ids, stored dtype, and vision, its image tower or None.
 
-    canvas_length: tokens denoised together. sliding_window: keys a sliding layer sees, the query's own included.
-    self_conditioning_size: width of the self-conditioning MLP. max_position_embeddings: the context, in tokens.
-    bos_token_id, image_token_id, boi_token_id, eoi_token_id: None where the model has none.
-    dtype: how the weights are stored, and the dtype of the computation. quantization: None, "int8" or "int4": how those
-    weights are stored that `dgemma convert --quantize` quantises, see `dgemma_jax.quantization`.
+    hidden_size: D. intermediate_size: F, of the dense MLP. num_attention_heads: N. layers: what differs from layer to
+    layer. sliding_rope, full_rope: rotary positions of the two kinds. rms_norm_eps: of every norm.
+    final_logit_softcapping c: logits become c * tanh(logits / c). num_experts: E, of which top_k_experts per token,
+    moe_intermediate_size wide. canvas_length: tokens denoised together. sliding_window: keys a sliding layer sees, the
+    query's own included. self_conditioning_size: width of the self-conditioning MLP. max_position_embeddings: the
+    context, in tokens. pad_token_id; bos_token_id, image_token_id, boi_token_id, eoi_token_id: None where the model has
+    none. dtype: how the weights are stored, and the dtype of the computation. quantization: None, "int8" or "int4": how
+    those weights are stored that `dgemma convert --quantize` quantises, see `dgemma_jax.quantization`.
     """
 
     vocab_size: int

@@ -41,8 +41,8 @@ class Completion:
 class Draft:
     """The best guess at the whole canvas after denoising step `step`, counted from 1 in each canvas.
 
-    accepted: positions whose proposal this step kept; the others were drawn anew. entropies: of each position, in nats;
-    a pinned position has none.
+    tokens: an id per position, also behind the end of the answer. accepted: positions whose proposal this step kept;
+    the others were drawn anew. entropies: of each position, in nats; a pinned position has none.
     """
 
     tokens: list[int]
@@ -69,16 +69,17 @@ class Canvas:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a stream."""
+    """The last event of a stream, with the whole completion."""
 
     completion: Completion
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What an answer took: tokens of the prompt, tokens generated (the stop id counts), canvases, denoising steps.
+    """What an answer took.
 
-    cached_tokens: those of the prompt that an earlier request had encoded.
+    prompt_tokens: of the prompt; cached_tokens: those of them that an earlier request had encoded. completion_tokens:
+    generated, the stop id included. canvases, and denoising_steps over all of them.
     """
 
     prompt_tokens: int
@@ -92,8 +93,8 @@ class Usage:
 class ChatMessage:
     """The model's turn of a conversation, taken apart.
 
-    reasoning: what stood in the thought channel. finish_reason: "tool_calls" if the turn ends with calls, else that of
-    the completion.
+    content: what is for the user. tool_calls: with arguments as plain data. usage: what the turn took. reasoning: what
+    stood in the thought channel. finish_reason: "tool_calls" if the turn ends with calls, else that of the completion.
     """
 
     content: str

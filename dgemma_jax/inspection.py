@@ -20,7 +20,7 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json
 
 
 def describe(opened: Opened) -> dict[str, Any]:
-    """Everything `dgemma inspect` tells, ready for JSON.
+    """Everything `dgemma inspect` tells of an opened model, ready for JSON.
 
     parts: parameters and bytes as stored of each part of the model. tensors: the parameters one by one, with the tensor
     that holds each. active_parameters: those of the text model that one token uses. WeightsError if files, tensors and

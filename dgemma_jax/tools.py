@@ -24,7 +24,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 @dataclass(frozen=True)
 class ToolRun(ChatMessage):
-    """The model's last turn, and the whole conversation with the calls and results that led to it."""
+    """The model's last turn, and in messages the whole conversation with the calls and results that led to it."""
 
     messages: list[dict[str, Any]]
 
@@ -87,6 +87,8 @@ def _result(call: ToolCall, functions: Mapping[str, Callable], parameters: Mappi
 
 def declaration(name: str, function: Callable) -> dict[str, Any]:
     """A function's declaration in OpenAI's format: types from the hints, the description from the docstring.
+
+    name: what the model calls it.
 
     ValueError for a parameter whose type is missing or is not one that JSON has.
     """

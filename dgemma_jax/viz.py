@@ -3,7 +3,8 @@
     drafts = dg.viz.drafts(model.stream(prompt, seed=1))
     dg.viz.canvas(drafts[0], model.tokenizer)
 
-What is drawn are the Draft events of one canvas, in their order. Colours run from sure to unsure (entropy in nats).
+What is drawn are drafts: the Draft events of one canvas, in their order. Colours run from sure to unsure (entropy in
+nats). ax: matplotlib's, to draw into; None makes a figure.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SIGNS = str.maketrans({"\n": "↵", " ": "·", "\t": "→"})
 
 
 def drafts(events: Iterable[Draft | Canvas | Finished], canvas: int = 0) -> list[Draft]:
-    """The drafts of one canvas of a stream, counted from 0. ValueError if the answer has fewer canvases."""
+    """The drafts of one canvas, counted from 0, among the events of a stream. ValueError if it has fewer canvases."""
     found: list[list[Draft]] = [[]]
     for event in events:
         if isinstance(event, Draft):
@@ -46,14 +47,17 @@ def drafts(events: Iterable[Draft | Canvas | Finished], canvas: int = 0) -> list
 
 
 def canvas(draft: Draft, tokenizer: Tokenizer, columns: int = 16, ax: Axes | None = None) -> Axes:
-    """One step: a cell per position with its likeliest token, bold where the step kept its proposal."""
+    """One draft: a cell per position with its likeliest token, bold where the step kept its proposal.
+
+    columns: cells in a row.
+    """
     ax = _axes(ax, (0.62 * columns, 0.42 * _rows(draft, columns)))
     _Grid(draft, tokenizer, columns, ax)
     return ax
 
 
 def film(drafts: Sequence[Draft], tokenizer: Tokenizer, columns: int = 16, interval: int = 700) -> FuncAnimation:
-    """All steps of a canvas one after the other, each shown for `interval` milliseconds.
+    """All drafts one after the other, each shown for `interval` milliseconds; columns: cells in a row.
 
     In a notebook show `IPython.display.HTML(film.to_jshtml())`; `film.save("canvas.gif")` writes a file.
     """
@@ -68,7 +72,7 @@ def film(drafts: Sequence[Draft], tokenizer: Tokenizer, columns: int = 16, inter
 
 
 def entropy(drafts: Sequence[Draft], tokenizer: Tokenizer | None = None, ax: Axes | None = None) -> Axes:
-    """Entropy of every position in every step, a row per step; a dot where the step kept its proposal.
+    """Entropy of every position in all drafts, a row per step; a dot where the step kept its proposal.
 
     tokenizer: writes the tokens of the last step under their positions.
     """
@@ -86,7 +90,7 @@ def entropy(drafts: Sequence[Draft], tokenizer: Tokenizer | None = None, ax: Axe
 
 
 def progress(drafts: Sequence[Draft], temperatures: Sequence[float] | None = None, ax: Axes | None = None) -> Axes:
-    """Positions that each step kept, and on a second scale the temperature of the step, see `temperatures`."""
+    """Positions that each of the drafts kept, and on a second scale the temperature of the step, see `temperatures`."""
     ax = _axes(ax, (6, 2.5))
     steps = [draft.step for draft in drafts]
     ax.bar(steps, [sum(draft.accepted) for draft in drafts], color=SURE, edgecolor=ACCENT)

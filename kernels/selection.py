@@ -28,8 +28,8 @@ ELSEWHERE = ("flashinfer", "cudnn", "flash_attn", "flash_attention")  # kernels 
 class Device:
     """What a choice depends on. platform: "cpu", "cuda", or jax's name of another; kind: the device's own name.
 
-    capability: CUDA's (major, minor). shared: bytes of shared memory that one program may ask for. jax_triton: whether
-    it is installed.
+    jax_version: as in `jax.__version_info__`. capability: CUDA's (major, minor). shared: bytes of shared memory that
+    one program may ask for. jax_triton: whether it is installed.
     """
 
     platform: str
@@ -54,9 +54,9 @@ def this_device() -> Device:
 
 
 def attention(wanted: str, device: Device, heads: Mapping[str, int], itemsize: int) -> str:
-    """The implementation to run, or ValueError in one line: what was asked for, why it cannot be, what works.
+    """What to run on a device, or ValueError in one line: what was asked for, why it cannot be, what works.
 
-    heads: head width by kind of layer. itemsize: bytes of a number, 2 for bfloat16.
+    wanted: one of CHOICES. heads: head width by kind of layer. itemsize: bytes of a number, 2 for bfloat16.
     """
     able = [name for name in CHOICES[1:] if _obstacle(name, device, heads, itemsize) is None]
     if wanted == "auto":
@@ -67,12 +67,15 @@ def attention(wanted: str, device: Device, heads: Mapping[str, int], itemsize: i
 
 
 def experts(device: Device) -> str:
-    """The implementation that auto takes for the experts, and for dense products with quantised matrices."""
+    """What auto takes on a device for the experts, and for dense products with quantised matrices."""
     return "pallas" if device.platform == "cuda" and device.capability >= LEAST_CAPABILITY else "xla"
 
 
 def describe(name: str, device: Device, heads: Mapping[str, int], itemsize: int) -> str:
-    """One line on an implementation of attention: where it runs, and in which tiles if it has any."""
+    """One line on the attention called name: the device it runs on, and in which tiles if it has any.
+
+    heads, itemsize: see `attention`.
+    """
     if name not in JAX_BELOW:
         return f"attention: {name} on {device}"
     if device.platform == "cpu":

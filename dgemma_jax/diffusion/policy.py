@@ -23,8 +23,9 @@ from dgemma_jax.shapes import Array, Canvas, Lengths, PerRow, RowKeys, RowMask
 class Knobs:
     """One number per row of all that shapes denoising in `dg.Sampling`; traced, so changing them compiles nothing.
 
-    What Sampling switches off with None has a neutral value here: t_min = t_max = 1, confidence = -inf,
-    top_k = 0, top_p = 1, top_logprobs = 0.
+    Named as there, but for max_steps (max_denoising_steps), stability and confidence (their thresholds) and
+    draw_temperature (temperature). entropy_bound in nats. What Sampling switches off with None has a neutral value
+    here: t_min = t_max = 1, confidence = -inf, top_k = 0, top_p = 1, top_logprobs = 0.
     """
 
     max_steps: Int32[Array, " B"]
@@ -40,7 +41,7 @@ class Knobs:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling]) -> "Knobs":
-        """The knobs of a batch of fully resolved Sampling objects, as NumPy arrays."""
+        """The knobs of a batch as NumPy arrays; samplings: one per row, with no field unset."""
         rows = [_row(sampling) for sampling in samplings]
         counts = {"max_steps", "stability", "top_k", "top_logprobs"}
         kinds = [np.int32 if field.name in counts else np.float32 for field in fields(cls)]

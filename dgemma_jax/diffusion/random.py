@@ -22,7 +22,7 @@ from dgemma_jax.shapes import Array, Canvas, RowKeys
 def key_from_seed(seed: int, copy: int = 0) -> Key[Array, ""]:
     """The key of a request, or of a further copy of it; seed in 0 .. 2^63 - 1, ValueError otherwise."""
     if not 0 <= seed < 2**63:
-        raise ValueError(f"seed {seed} must lie in 0 .. 2**63 - 1")
+        raise ValueError(f"seed is {seed}; expected 0 .. 2**63 - 1")
     with jax.threefry_partitionable(True):
         low = jax.random.key(np.uint32(seed % 2**32), impl="threefry2x32")
         key = jax.random.fold_in(low, np.uint32(seed >> 32))
@@ -30,7 +30,7 @@ def key_from_seed(seed: int, copy: int = 0) -> Key[Array, ""]:
 
 
 def step_keys(keys: RowKeys, canvas: Int32[Array, " B"], step: Int32[Array, " B"]) -> RowKeys:
-    """The keys of one denoising step, row by row."""
+    """The keys of one denoising step of a canvas, row by row, from the requests' own."""
     with jax.threefry_partitionable(True):
         fold = jax.vmap(jax.random.fold_in)
         return fold(fold(keys, canvas), step)

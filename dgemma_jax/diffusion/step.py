@@ -75,6 +75,7 @@ def step(
 ) -> CanvasState:
     """One pass over every canvas, then acceptance, renoising and the stop test, row by row.
 
+    suppress bool[B,V]: ids that are never produced. Rows of the state that are not running stay as they are.
     Acceptance has no memory: an accepted position is drawn anew in each step and may be renoised later. The engine runs
     the same update behind a pass that also commits, see `dgemma_jax.diffusion.slots`.
     """

@@ -100,7 +100,7 @@ class Engine:
         return self.submit_request(self.model.request(prompt, sampling, seed, tools, thinking), drafts)
 
     def submit_request(self, request: Request, drafts: int | None = None) -> Handle:
-        """`submit` for a request that `model.request` has checked."""
+        """`submit` for a request that `model.request` has checked; drafts: see there."""
         handle, drafts = Handle(self._cancel), draft_interval(drafts)
 
         def submit() -> None:

@@ -17,8 +17,9 @@ Event = Draft | Canvas | Finished
 
 
 class Handle:
-    """Iterate over its events (`for` and `async for`, each from the first event on, `once` without keeping them), or
-    wait for its result."""
+    """A request on its way, as `Engine.submit` gives it: iterate over its events (`for` and `async for`, each from the
+    first event on, `once` without keeping them), await it, wait for its result, or cancel it.
+    """
 
     def __init__(self, cancel: Callable[[Handle], None]):
         self.job: Job | None = None
@@ -130,7 +131,7 @@ class Handle:
             self._tell()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more will come."""
+        """Nothing more will come; error: what the request failed with."""
         with self._changed:
             self._ended, self._error = True, error
             self._tell()

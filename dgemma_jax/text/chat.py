@@ -26,9 +26,10 @@ def render_chat(
 ) -> str:
     """The prompt of a conversation in OpenAI's message format, as one string, `<bos>` included.
 
-    `template` is a checkpoint's own jinja template, rendered by transformers instead of the built-in format. ValueError
-    names the message and what it should hold. In calls of earlier messages a string delimiter inside an argument
-    becomes a plain quote; in a call of the last message it is refused.
+    `add_generation_prompt` opens the model's turn at the end. `template` is a checkpoint's own jinja template, rendered
+    by transformers instead of the built-in format. ValueError names the message and what it should hold. In calls of
+    earlier messages a string delimiter inside an argument becomes a plain quote; in a call of the last message it is
+    refused.
     """
     return str(segments(messages, tools, thinking, add_generation_prompt, template))
 
@@ -41,7 +42,10 @@ def encode_chat(
     add_generation_prompt: bool = True,
     template: str | None = None,
 ) -> list[int]:
-    """The token ids of `render_chat`, in which a control token typed in a message stays ordinary text."""
+    """The token ids of `render_chat`, in which a control token typed in a message stays ordinary text.
+
+    add_generation_prompt, template: see there.
+    """
     return segments(messages, tools, thinking, add_generation_prompt, template).encode(tokenizer)
 
 

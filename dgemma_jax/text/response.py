@@ -45,16 +45,22 @@ _LONGEST_LABEL = max(map(len, _CUT_LABELS))
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
+    """A piece of text of the thought."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
+    """A piece of text for the user."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
+    """A call of the function `name`, the call number `index` of the response; id: see `ToolCall`."""
+
     index: int
     id: str
     name: str
@@ -70,6 +76,8 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
+    """The end of call `index`."""
+
     index: int
 
 
@@ -87,6 +95,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Response:
+    """A model's turn: reasoning is the text of its thoughts, content that for the user, tool_calls in their order."""
+
     reasoning: str = ""
     content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
@@ -113,7 +123,8 @@ def opens_thought(prompt: str) -> bool:
 
 class ResponseStream:
     """Takes a response apart while it comes. Text is given out as soon as its meaning is certain, a call when its end
-    is read: then its begin, arguments and end come together."""
+    is read: then its begin, arguments and end come together. tools, in_thought: see `parse_response`.
+    """
 
     def __init__(self, tools: Sequence[Mapping] | None = None, in_thought: bool = False):
         functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]

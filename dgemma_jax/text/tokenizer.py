@@ -10,7 +10,9 @@ LONG_TEXT = 4096  # characters from which encoding takes long enough to be felt 
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer`, or an object of transformers that carries one as `backend_tokenizer`.
+    """Text to ids and back.
+
+    backend: a `tokenizers.Tokenizer`, or an object of transformers that carries one as `backend_tokenizer`.
 
     No token is added on either side: `<bos>` comes from the caller or from the chat rendering.
     """
@@ -35,6 +37,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Ids it knows, added tokens included."""
         return self._control.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -43,7 +46,7 @@ class Tokenizer:
         return max(map(len, self._control.get_vocab(with_added_tokens=True)))
 
     def token_id(self, name: str) -> int:
-        """The id of one token by its string. ValueError if the vocabulary lacks it."""
+        """The id of one token by its name, which is its string. ValueError if the vocabulary lacks it."""
         id = self._control.token_to_id(name)
         if id is None:
             raise ValueError(
@@ -67,17 +70,22 @@ class Tokenizer:
             raise ValueError(f"text {text!r:.60}: the tokenizer cannot encode it ({error}); use another one") from None
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary give no text."""
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary give no text.
+
+        skip_special: without the special tokens.
+        """
         return self._control.decode([int(id) for id in ids], skip_special_tokens=skip_special)
 
     def decoder(self, skip_special: bool = False) -> "IncrementalDecoder":
+        """For ids that come piece by piece; skip_special: see `decode`."""
         return IncrementalDecoder(self, skip_special)
 
 
 class IncrementalDecoder:
     """Decodes ids as they come. The pieces join to `Tokenizer.decode` of all ids and never hold half a character.
 
-    A run of byte tokens is held to its end, because one bad byte changes how the whole run decodes.
+    skip_special: without the special tokens. A run of byte tokens is held to its end, because one bad byte changes how
+    the whole run decodes.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = False):

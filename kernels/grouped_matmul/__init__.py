@@ -30,7 +30,8 @@ def experts(
 ) -> Float[Array, "R D"]:
     """out[r] = sum_a weights[r,a] * (gelu(x[r] Wg) * (x[r] Wu)) Wd with the matrices of expert ids[r,a].
 
-    x: R tokens. gate_up: F = 2I columns, gate first. weights in fp32; they need not sum to 1. The sum over experts is
+    x: R tokens. gate_up: F = 2I columns, gate first; down: Wd. implementation: a name of IMPLEMENTATIONS, or auto for
+    what runs everywhere; ValueError for any other. weights in fp32; they need not sum to 1. The sum over experts is
     accumulated in fp32 and rounded once. tanh GELU. ids of one token are distinct. Quantised matrices become numbers
     an expert, or a tile of one, at a time; of 4 bits in groups along the axis that is summed over.
     """

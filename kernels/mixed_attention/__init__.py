@@ -60,6 +60,7 @@ def mixed_attention(
     the next have another id. In causal rows they see each other whatever their order and the window, in both kinds of
     layers; an image must lie in one pass.
     return_lse: also give the log-sum-exp f32[B,T,N] of each query's scores, natural, for merging with other keys.
+    implementation: a name of IMPLEMENTATIONS, or auto for what runs everywhere. ValueError for any other.
     A query that sees no key gives zeros, and -inf; slots never written are never read, whatever they hold.
     Source: transformers' DiffusionGemma, the masks of `generate()`.
     """

@@ -33,12 +33,14 @@ def vocab_head(
 ) -> HeadStats:
     """Soft-capped logits of every position, reduced to argmax, proposal, entropy, log-probability and soft embedding.
 
-    Order: softcap in fp32, suppressed ids (True) to -inf, then what top_k[b] and top_p[b] cut off (`reference.floor`;
+    hidden: the final-normed states. suppress: ids never produced, True.
+    Order: softcap in fp32, suppressed ids to -inf, then what top_k[b] and top_p[b] cut off (`reference.floor`;
     0 and 1 leave a row whole, None all rows), temperature[b] > 0; the proposal's logits are divided by
     draw_temperature[b] once more (0: the proposal is the argmax). uniforms: U = 1 + ceil(V / TILE) numbers in [0, 1)
     per position, see `reference.draw`. scale: the embedding's factor, sqrt(D) rounded to the dtype of hidden, which is
     the table's unless that is quantised.
     ids: in 0 .. V - 1, whose log-probabilities to report.
+    implementation: a name of IMPLEMENTATIONS, or auto for what runs everywhere; ValueError for any other.
     """
     if top_k is not None or top_p is not None:
         rows = hidden.shape[0]

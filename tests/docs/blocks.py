@@ -53,7 +53,12 @@ class Block(NamedTuple):
 
 def pages() -> list[Path]:
     """Every page whose blocks are promises."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "benchmarks/README.md",
+        *sorted(ROOT.glob("docs/**/*.md")),
+    ]
 
 
 def name_of(page: Path) -> str:

@@ -118,7 +118,10 @@ def test_the_server_answers_clients(name, block, port, folder, capsys):
 
 def test_the_server_is_started_in_one_way():
     started = {
-        command.text for page in PAGES.values() for command in commands(page) if command.text.startswith("dgemma serve")
+        command.text
+        for page in PAGES.values()
+        for command in commands(page)
+        if command.text.startswith("dgemma serve")
         if command.tag is None
     }
     assert started == {SERVER}

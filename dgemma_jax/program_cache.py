@@ -13,15 +13,19 @@ def keep_programs() -> None:
 
     In the user's cache, apart for every kind of processor, since XLA's CPU programs use all that theirs can do.
     """
-    if VARIABLE in os.environ:
-        return
+    if VARIABLE not in os.environ and (directory := own_directory()) is not None:
+        os.environ[VARIABLE] = str(directory)
+
+
+def own_directory() -> Path | None:
+    """Where they are kept; None without a home, or with none to write to: every run compiles."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         directory = Path(base, "dgemma-jax", f"{platform.machine()}-{_processor()}")
         directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or none to write to: every run compiles
-        return
-    os.environ[VARIABLE] = str(directory)
+    except (OSError, RuntimeError):
+        return None
+    return directory
 
 
 def _processor() -> str:

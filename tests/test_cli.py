@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 import tokenizers
 from rich.console import Console
@@ -273,3 +274,13 @@ def test_closed_standard_streams_are_empty(closed):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == (0 if "2>&-" in closed else 1)
+
+
+def test_the_version_says_what_there_is_and_where_it_would_run(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    lines = capsys.readouterr().out.splitlines()
+    assert left.value.code == 0
+    assert lines[0] == f"dgemma-jax {dg.__version__}"
+    assert lines[1].startswith(f"jax {jax.__version__}, ") and lines[1].endswith(" x cpu")
+    assert lines[2:] == ["attention: xla on cpu", "experts: xla"]

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -50,15 +51,20 @@ def test_the_top_level_folders_are_no_packages():
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_elsewhere(tmp_path):
+def test_the_wheel_that_is_made_of_the_sdist_runs_elsewhere(tmp_path):
     source = tmp_path / "source"  # a copy: setuptools leaves its build folder behind, and would pack what lies in it
     source.mkdir()
     for name in ("dgemma_jax", "kernels", "convert"):
         shutil.copytree(ROOT / name, source / name, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    python(f"import setuptools.build_meta as build; build.build_sdist({str(tmp_path)!r})", cwd=source)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True)
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(unpacked)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
@@ -71,9 +77,11 @@ def test_the_wheel_runs_elsewhere(tmp_path):
     assert "dgemma_jax/assets/tiny/model.safetensors" in names
     assert "dgemma_jax/serve/static/index.html" in names
     code = (
-        "import dgemma_jax as dg; print(dg.__file__)\n"
-        "model = dg.load('tiny')\n"
-        "assert model.generate(['hi'], dg.Sampling(max_new_tokens=2, max_denoising_steps=1), seed=1)[0].steps == [1]"
+        "import sys, dgemma_jax; print(dgemma_jax.__file__, flush=True)\n"
+        "from dgemma_jax.cli import main\n"
+        "sys.argv[1:] = ['generate', 'Reverse this list: 12 7 93 4', '--seed', '1']\n"
+        "sys.exit(main())"
     )
-    where = python(code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)})
-    assert Path(where.splitlines()[0]).is_relative_to(site)
+    where, answer = python(code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}).splitlines()
+    assert Path(where).is_relative_to(site)
+    assert answer == "4 93 7 12"

@@ -116,9 +116,7 @@ class Scheduler:
         capacity = max_model_len if fixed else self._bucket(config.sliding_window + 4 * config.canvas_length)
         need = slots * cache_bytes(config, capacity, self.dtype)
         if need > free_bytes():
-            raise ValueError(
-                f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free: lower them"
-            )
+            raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free: lower it")
         self.cache = init_cache(config, slots, capacity, self.dtype)
         self.prefixes, self.stats = PrefixCache(0), EngineStats(slots=slots)
         self.slots = programs.idle(jnp.stack([key_from_seed(0)] * slots), Knobs.of([BUILT_IN] * slots), self.dtype)

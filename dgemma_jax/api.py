@@ -93,6 +93,13 @@ class Model:
         self.max_model_len = context(config, self.dtype, max_model_len)
         self._programs = Programs(self.graph, config)
 
+    @property
+    def required_tokenizer(self) -> Tokenizer:
+        """`tokenizer`, or ValueError where the model has none."""
+        if self.tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        return self.tokenizer
+
     def variant(self, max_model_len: int, attention_implementation: str = "auto") -> "Model":
         """The same weights with another max_model_len or attention_implementation, see `load`; "auto" leaves the
         attention as it is.
@@ -209,11 +216,10 @@ class Model:
 
         Both sides are pinned, so text and gap must fit one canvas.
         """
-        if self.tokenizer is None:
-            raise ValueError(NO_TOKENIZER)
         stops = self.defaults.stop_token_ids
         fill = stops[0] if stops else 0
-        prompt, canvas, pinned = infill_canvas(self.tokenizer, text, gap_tokens, self.config.canvas_length, fill)
+        tokenizer, length = self.required_tokenizer, self.config.canvas_length
+        prompt, canvas, pinned = infill_canvas(tokenizer, text, gap_tokens, length, fill)
         own = {"canvas": canvas, "pinned": pinned, "suppress": (*self.defaults.suppress, *stops)}
         return self.generate([prompt], replace(_sampling(sampling), **own), seed, policy)[0]
 
@@ -225,8 +231,6 @@ class Model:
 
     def _rendered(self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None, thinking: bool) -> Segments:
         """The prompt of a conversation."""
-        if self.tokenizer is None:
-            raise ValueError(NO_TOKENIZER)
         for index, message in enumerate(_list(messages, "messages", "a list of messages")):
             parts = message.get("content") if isinstance(message, Mapping) else None
             for part in parts if isinstance(parts, list | tuple) else ():
@@ -237,8 +241,9 @@ class Model:
 
     def _encoded(self, prompt: Segments) -> list[int]:
         """Its ids. A prompt that is too long however it is encoded is refused before that, which takes its time."""
-        self._check_room(prompt.fewest_tokens(self.tokenizer), " or more")
-        return prompt.encode(self.tokenizer)
+        tokenizer = self.required_tokenizer
+        self._check_room(prompt.fewest_tokens(tokenizer), " or more")
+        return prompt.encode(tokenizer)
 
     def request(
         self,
@@ -334,10 +339,9 @@ class Model:
         return tuple(int(id) for id in ids)
 
     def _encode_text(self, prompt: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError(NO_TOKENIZER)
-        self._check_room(len(prompt) // self.tokenizer.longest_token, " or more")
-        ids, bos = self.tokenizer.encode(prompt), self.config.bos_token_id
+        tokenizer, bos = self.required_tokenizer, self.config.bos_token_id
+        self._check_room(len(prompt) // tokenizer.longest_token, " or more")
+        ids = tokenizer.encode(prompt)
         return ids if not ids or bos is None or ids[0] == bos else [bos, *ids]
 
     def _check_room(self, tokens: int, or_more: str = "") -> int:

@@ -18,7 +18,7 @@ from dgemma_jax.convert.destination import unfinished
 from dgemma_jax.convert.orbax_files import tree_directory
 from dgemma_jax.convert.weights import Weights, load, open_weights
 from dgemma_jax.model.transformer import build
-from dgemma_jax.sampling import Sampling
+from dgemma_jax.sampling import Resolved, Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "assets"
@@ -27,7 +27,7 @@ HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?"
 
 def open_checkpoint(
     name: str | Path, dtype: Any = None, tokenizer: Any = None
-) -> tuple[Config, dict, Tokenizer | None, Sampling]:
+) -> tuple[Config, dict, Tokenizer | None, Resolved]:
     """Reads a model from a directory, "tiny" (bundled) or a hub name in the local Hugging Face cache.
 
     dtype: of the weights, by name or as a numpy type; None is as stored, which Config.dtype then says.
@@ -40,7 +40,7 @@ def open_checkpoint(
 
 def read_checkpoint(
     opened: Opened, dtype: Any = None, tokenizer: Any = None
-) -> tuple[Config, dict, Tokenizer | None, Sampling]:
+) -> tuple[Config, dict, Tokenizer | None, Resolved]:
     """`open_checkpoint` of a directory that is open already: reads the weights."""
     dtype = dtype_name(dtype)
     text = _tokenizer(opened.directory, tokenizer)
@@ -155,7 +155,7 @@ def dtype_name(dtype: Any) -> str | None:
     return name
 
 
-def text_of(opened: Opened) -> tuple[Tokenizer | None, Sampling]:
+def text_of(opened: Opened) -> tuple[Tokenizer | None, Resolved]:
     """The tokenizer of a directory, None without one, and the sampling defaults."""
     tokenizer = _tokenizer(opened.directory, None)
     return tokenizer, _defaults(opened, tokenizer)
@@ -172,7 +172,7 @@ def _tokenizer(directory: Path, given: Any) -> Tokenizer | None:
     return Tokenizer.from_file(path) if path.is_file() else None
 
 
-def _defaults(opened: Opened, tokenizer: Tokenizer | None) -> Sampling:
+def _defaults(opened: Opened, tokenizer: Tokenizer | None) -> Resolved:
     """generation_config.json over the built-ins; stop ids from config.json if it names none.
 
     Ids beyond the model's vocabulary can never be produced and are left out.

@@ -23,14 +23,14 @@ def watch(
 ) -> Iterator[tuple[int, Completion]]:
     """Streams one prompt after the other, draws every draft, and yields (index, completion)."""
     for index, prompt in enumerate(prompts):
-        screen = Screen(model.tokenizer)
+        screen = Screen(model.required_tokenizer)
         with Live(console=console, transient=True, auto_refresh=False) as live:
             for event in model.stream(prompt, sampling, seed):
                 if isinstance(event, Finished):
-                    completion = event.completion
+                    live.stop()
+                    yield index, event.completion
                 else:
                     live.update(screen.draw(event), refresh=True)
-        yield index, completion
 
 
 class Screen:

@@ -28,8 +28,10 @@ def main() -> None:
     ask(SUDOKU)
     for event in model.stream([user(SUDOKU)], seed=3):
         if isinstance(event, dg.Draft):
-            print(f"step {event.step}\n{model.tokenizer.decode(event.tokens, skip_special=True)}", flush=True)
-    print(f"{event.completion.steps[0]} denoising steps for {len(event.completion.tokens)} tokens")
+            text = model.required_tokenizer.decode(event.tokens, skip_special=True)
+            print(f"step {event.step}\n{text}", flush=True)
+        elif isinstance(event, dg.Finished):
+            print(f"{event.completion.steps[0]} denoising steps for {len(event.completion.tokens)} tokens")
 
     for text in ("Sort this list: 12 7 93 4 55 8", "Reverse this list: plum, cat, red", "Recite the months."):
         ask(text)

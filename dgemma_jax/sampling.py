@@ -6,7 +6,7 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dgemma_jax.config import is_int, is_number
 
@@ -98,7 +98,7 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _flags(value: Iterable[bool] | None) -> tuple[bool, ...]:
+def _flags(value: Iterable[Any] | None) -> tuple[bool, ...]:
     items = () if value is None else tuple(value)
     return tuple(_flag(item.item() if hasattr(item, "item") else item) for item in items)  # numpy's booleans too
 
@@ -178,7 +178,7 @@ class Sampling:
         low, high = self.t_min, self.t_max
         if isinstance(low, float) and isinstance(high, float) and high <= low:
             raise ValueError(f"t_max is {high}; expected more than t_min, which is {low}")
-        canvas, pinned = (() if value is UNSET else value for value in (self.canvas, self.pinned))
+        canvas, pinned = tuple(getattr(self, name) if name in self._chosen() else () for name in ("canvas", "pinned"))
         if pinned and len(pinned) != len(canvas):
             raise ValueError(f"pinned has {len(pinned)} positions; expected {len(canvas)}, one per id of canvas")
         if any(keep and id < 0 for id, keep in zip(canvas, pinned, strict=bool(pinned))):
@@ -188,14 +188,14 @@ class Sampling:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not UNSET}
 
-    def merged(self, defaults: Sampling) -> Sampling:
+    def merged(self, defaults: Resolved) -> Resolved:
         """This choice with its unset fields taken from `defaults`. ValueError where the two do not go together."""
         return replace(defaults, **self._chosen())
 
     @staticmethod
     def from_generation_config(
         config: Mapping[str, Any] | None, *, eos_token_id: Any = None, special_ids: Mapping[str, int] | None = None
-    ) -> Sampling:
+    ) -> Resolved:
         """The defaults of a checkpoint, with no field unset.
 
         config: a parsed generation_config.json, or None if there is no such file. null there is the built-in value,
@@ -219,7 +219,36 @@ class Sampling:
             raise ValueError(f"generation_config.json: {error}") from None
 
 
-BUILT_IN = Sampling(
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Resolved(Sampling):
+        """A Sampling with no field unset and every value converted, as `merged` gives it."""
+
+        max_new_tokens: int | None
+        max_denoising_steps: int
+        entropy_bound: float
+        t_min: float | None
+        t_max: float | None
+        stability_threshold: int | None
+        confidence_threshold: float | None
+        temperature: float | None
+        top_k: int | None
+        top_p: float | None
+        seed: int | None
+        stop: tuple[str, ...]
+        stop_token_ids: tuple[int, ...]
+        suppress: tuple[int, ...]
+        logprobs: bool
+        top_logprobs: int | None
+        n: int
+        canvas: tuple[int, ...]
+        pinned: tuple[bool, ...]
+
+else:
+    Resolved = Sampling
+
+BUILT_IN = Resolved(
     max_new_tokens=None,
     max_denoising_steps=48,
     entropy_bound=0.1,

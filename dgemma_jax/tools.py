@@ -57,15 +57,15 @@ def run_tools(
     if set(parameters) != set(functions):
         odd = sorted(set(parameters) ^ set(functions))
         raise ValueError(f"tools and functions differ in {', '.join(odd)}; every function needs its declaration")
-    history = [dict(message) for message in messages]
-    for left in reversed(range(max_rounds)):
-        answer = model.chat(history, tools, thinking, sampling, seed)
-        history.append(answer.as_message())
-        if not answer.tool_calls or not left:
-            break
+    history, rounds = [dict(message) for message in messages], 1
+    answer = model.chat(history, tools, thinking, sampling, seed)
+    history.append(answer.as_message())
+    while answer.tool_calls and rounds < max_rounds:
         for call in answer.tool_calls:
             result = _result(call, functions, parameters)
             history.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
+        answer, rounds = model.chat(history, tools, thinking, sampling, seed), rounds + 1
+        history.append(answer.as_message())
     return ToolRun(**{field.name: getattr(answer, field.name) for field in fields(answer)}, messages=history)
 
 

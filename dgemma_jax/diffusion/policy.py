@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from dgemma_jax.diffusion.random import renoise_ids
-from dgemma_jax.sampling import Sampling
+from dgemma_jax.sampling import Resolved
 from dgemma_jax.shapes import Array, Canvas, Lengths, PerRow, RowKeys, RowMask
 
 
@@ -40,7 +40,7 @@ class Knobs:
     top_logprobs: Int32[Array, " B"]
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling]) -> "Knobs":
+    def of(cls, samplings: Sequence[Resolved]) -> "Knobs":
         """The knobs of a batch as NumPy arrays; samplings: one per row, with no field unset."""
         rows = [_row(sampling) for sampling in samplings]
         counts = {"max_steps", "stability", "top_k", "top_logprobs"}
@@ -48,7 +48,7 @@ class Knobs:
         return cls(*(np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)))
 
 
-def _row(s: Sampling) -> tuple[int | float, ...]:
+def _row(s: Resolved) -> tuple[int | float, ...]:
     tempered = s.t_min is not None and s.t_max is not None
     stops = s.stability_threshold is not None and s.confidence_threshold is not None
     return (

@@ -166,6 +166,7 @@ async def _counters(client: httpx2.AsyncClient) -> Reading:
 
 async def _in_lanes(load: Load, ask: Ask) -> None:
     """At most `concurrency` requests at a time, the next as soon as one has ended."""
+    assert load.concurrency is not None
     indices = iter(range(len(load.prompts)))
 
     async def lane() -> None:
@@ -179,6 +180,7 @@ async def _in_lanes(load: Load, ask: Ask) -> None:
 
 async def _at_random(load: Load, ask: Ask) -> None:
     """A Poisson process: the first request at once, the others after exponential pauses, however many are open."""
+    assert load.rate is not None
     rng, due = random.Random(load.seed), time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for index in range(len(load.prompts)):

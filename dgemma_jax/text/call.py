@@ -72,7 +72,8 @@ class CallScanner(Window):
     # Each mode reads one thing and returns true, or returns false where it must see more text.
 
     def _header(self) -> bool:
-        end = _HEADERS[self.explicit].match(self._text, self._pos).end()
+        found = _HEADERS[self.explicit].match(self._text, self._pos)
+        end = found.end() if found else self._pos
         if end == len(self._text) and not self._final:
             return False
         name = self._text[self._pos : end].strip()
@@ -90,7 +91,10 @@ class CallScanner(Window):
         if plain:
             key, string, bare = plain.groups()
             self._begin_pair(key)
-            self._store(*((Bare(bare), [bare]) if string is None else (string,)))
+            if string is None:
+                self._store(Bare(bare), [bare])
+            else:
+                self._store(string)
             self._pos = plain.end()
             return True
         match self._next():
@@ -189,13 +193,14 @@ class CallScanner(Window):
         if token in (":", "="):
             self._pos += 1
             return self._begin_pair(text.strip())
-        stray = bool(text.strip())
-        if token == "{" or (token == DELIMITER and not top.tail) or (stray and top.tail is None):
+        stray, tail = bool(text.strip()), top.tail or []
+        if token == "{" or (token == DELIMITER and not tail) or (stray and top.tail is None):
             return self._fail()
         if token == DELIMITER:
-            return self._continue_as_string(",".join([*top.tail, text]).lstrip())
+            return self._continue_as_string(",".join([*tail, text]).lstrip())
         if stray:
-            top.tail.append(text)
+            tail.append(text)
+            top.tail = tail
         self._mode = self._key
         return self._close(token) if token in ("}", "]", ")") else token == "," or self._control(token)
 
@@ -286,6 +291,7 @@ class CallScanner(Window):
 
     def _end_at_cut(self) -> None:
         """No delimiter closes the string behind the marker at the cut: the string had ended before it."""
+        assert self._cut is not None
         marker, place, count = self._cut
         self._rewind(place)
         if marker == OPEN or self._is_key:
@@ -382,7 +388,9 @@ class CallScanner(Window):
 
 def _settle(top: _Container) -> None:
     """Joins the pieces of a bare value that held commas."""
-    if top.tail and len(top.tail) > 1 and isinstance(top.value.get(top.key), Bare):
+    if not top.tail or len(top.tail) < 2 or not isinstance(top.value, dict):
+        return
+    if isinstance(top.value.get(top.key), Bare):
         top.value[top.key] = Bare(",".join(top.tail).strip())
 
 

@@ -250,6 +250,7 @@ class ResponseStream:
 
     def _call(self) -> bool:
         scanner, end = self._scanner, self._offset + len(self._text)
+        assert scanner is not None  # this mode begins with one
         self._text, self._pos = scanner.feed(self._text, self._pos, self._final)
         self._offset = end - len(self._text)
         if scanner.open:
@@ -267,7 +268,8 @@ class ResponseStream:
 
     def _surplus(self) -> bool:
         """Behind a call: its closing marker, and brackets too many before that."""
-        end = _SURPLUS.match(self._text, self._pos).end()
+        surplus = _SURPLUS.match(self._text, self._pos)
+        end = surplus.end() if surplus else self._pos
         if self._cut(end):
             return False
         found = _MARKER.match(self._text, end)

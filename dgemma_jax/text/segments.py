@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 DELIMITER = '<|"|>'
 PLACEHOLDERS = {
@@ -95,7 +96,7 @@ class Segments:
         return ids
 
 
-def sorted_items(mapping: Mapping) -> list[tuple[str, object]]:
+def sorted_items(mapping: Mapping) -> list[tuple[str, Any]]:
     return sorted(((str(key), item) for key, item in mapping.items()), key=lambda pair: pair[0].lower())
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from dgemma_jax.text.schema import function_of
 from dgemma_jax.text.segments import DELIMITER, PLACEHOLDERS, Segments, json_object
@@ -68,7 +69,7 @@ def _with_mappings(message: Mapping, index: int) -> dict:
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _marked(value):
+def _marked(value: Any) -> Any:
     if isinstance(value, str):
         value = value.replace(_BEGIN, "").replace(_END, "")
         return _CONTROL.sub(lambda found: f"{_BEGIN}{found[0]}{_END}", value)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 from dgemma_jax.text.call import Bare
 
@@ -12,7 +13,7 @@ _LONGEST_NUMBER = 1000  # digits; Python refuses to read integers of more than 4
 _EXACT = 2**53
 
 
-def typed(value, schema: dict):
+def typed(value: Any, schema: dict) -> Any:
     """`value` with each `Bare` in it typed; `schema` is normalised, {} where nothing is known."""
     if isinstance(value, Bare):
         return _bare(value, schema)

@@ -47,7 +47,8 @@ class Window:
 
     def _next(self) -> str:
         """The next character or marker behind blanks; empty where more text must be seen."""
-        self._pos = _SPACE.match(self._text, self._pos).end()
+        blanks = _SPACE.match(self._text, self._pos)
+        self._pos = blanks.end() if blanks else self._pos
         char = self._text[self._pos : self._pos + 1]
         return self._marker() if char == "<" else char
 

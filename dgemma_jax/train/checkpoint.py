@@ -16,7 +16,8 @@ _SETTINGS = "settings"
 
 def save(path: Path, state: Any, settings: dict) -> None:
     """Writes a pytree of arrays beside its settings under a temporary name, then renames it to `path`."""
-    arrays = {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in jax.tree.leaves_with_path(state)}
+    named = jax.tree.leaves_with_path(state)
+    arrays: dict[str, Any] = {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in named}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:

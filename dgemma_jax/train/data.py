@@ -94,6 +94,7 @@ def pack(examples: list[Example], tokenizer: Tokenizer, length: int, canvas_leng
 
 def gap_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, int]:
     """First and last + 1 of the answer's tokens that lie in its gap."""
+    assert example.gap is not None
     first, last = example.gap
     inside = [i for i, (a, b) in enumerate(tokenizer.encode(example.answer).offsets) if a < last and b > first]
     return inside[0], inside[-1] + 1

@@ -29,11 +29,11 @@ def evaluate(
     Every prompt has exactly one right answer. Prompt i draws its random numbers from key i. An example with a gap gets
     the rest of its answer pinned. Also returns the places of the wrong answers.
     """
-    sampling = (sampling or Sampling()).merged(model.defaults)
+    tokenizer, sampling = model.required_tokenizer, (sampling or Sampling()).merged(model.defaults)
     samplings = [replace(_pinned(model, example, sampling), seed=i) for i, example in enumerate(examples)]
     answers = model.generate([example.prompt for example in examples], samplings, slots=slots)
     given = [[*a.tokens, a.stop_id] for a in answers]
-    wanted = [model.tokenizer.encode(example.answer) for example in examples]
+    wanted = [tokenizer.encode(example.answer) for example in examples]
     wrong = [i for i, pair in enumerate(zip(given, wanted, strict=True)) if pair[0] != pair[1]]
     steps = np.concatenate([answer.steps for answer in answers])
     tokens, early = sum(map(len, given)), steps < sampling.max_denoising_steps
@@ -45,7 +45,7 @@ def _pinned(model: Model, example: Example, sampling: Sampling) -> Sampling:
     if example.gap is None:
         return sampling
     first, last = gap_tokens(example, vocabulary.build())
-    canvas = model.tokenizer.encode(example.answer)
+    canvas = model.required_tokenizer.encode(example.answer)
     canvas += [vocabulary.EOS] * (model.config.canvas_length - len(canvas))
     pinned = [not first <= i < last for i in range(len(canvas))]
     canvas = [id if keep else -1 for id, keep in zip(canvas, pinned, strict=True)]

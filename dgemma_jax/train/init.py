@@ -43,4 +43,4 @@ def _fan_in(name: str, shape: tuple[int, ...]) -> int:
     if name == "table":
         return shape[1]
     axes = MATRICES[name].reduction_axis if name in MATRICES else 0
-    return math.prod(shape[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)))
+    return math.prod(shape[axis] for axis in ((axes,) if isinstance(axes, int) else axes))

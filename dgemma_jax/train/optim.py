@@ -1,5 +1,7 @@
 """The optimizer: Muon for the matrices inside the layers, Adam for everything else, one schedule for both."""
 
+from typing import Any
+
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
@@ -18,7 +20,7 @@ MATRICES = {
 }
 
 
-def matrix_axes(params: dict) -> dict:
+def matrix_axes(params: Any) -> Any:
     """The params tree with each leaf replaced by its Muon axes, or by None where Adam is used."""
     return jax.tree.map_with_path(lambda path, _: MATRICES.get(path[-1].key), params)
 

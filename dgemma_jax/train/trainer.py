@@ -11,18 +11,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-Loss = Callable[[dict, Any, jax.Array, bool], tuple[jax.Array, NamedTuple]]
+Metrics = Any  # a NamedTuple of the loss
+Loss = Callable[[dict, Any, jax.Array, bool], tuple[jax.Array, Metrics]]
 
 
 class State(NamedTuple):
     """Everything a run needs to go on. step: i32[], the number of steps done."""
 
-    params: dict
+    params: Any
     optimizer: Any
     step: jax.Array
 
 
-Update = Callable[[State, Any, bool], tuple[State, NamedTuple]]
+Update = Callable[[State, Any, bool], tuple[State, Metrics]]
 
 
 def start(params: dict, optimizer: optax.GradientTransformation) -> State:
@@ -36,7 +37,7 @@ def make_update(loss: Loss, optimizer: optax.GradientTransformation, seed: int) 
     branch inside one, because on CPU lax.cond around the draft pass costs more than the pass.
     """
 
-    def update(state: State, batch: Any, self_condition: bool) -> tuple[State, NamedTuple]:
+    def update(state: State, batch: Any, self_condition: bool) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
         gradient, metrics = jax.grad(loss, has_aux=True)(state.params, batch, key, self_condition)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
@@ -45,9 +46,7 @@ def make_update(loss: Loss, optimizer: optax.GradientTransformation, seed: int) 
     return jax.jit(update, static_argnums=2, donate_argnums=0)
 
 
-def train(
-    state: State, steps: int, update: Update, batches: Callable[[int], Any]
-) -> Iterator[tuple[State, NamedTuple]]:
+def train(state: State, steps: int, update: Update, batches: Callable[[int], Any]) -> Iterator[tuple[State, Metrics]]:
     """Goes on from `state` to `steps` steps in all; yields the state and the metrics after each.
 
     Every second step trains with self-conditioning. A yielded state is gone once the next one is asked for.

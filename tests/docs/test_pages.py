@@ -1,4 +1,7 @@
-"""Every block of code of the README and the documentation does what it says."""
+"""Every block of code of the README and the documentation does what it says, and every notebook what it shows.
+
+In one file, so that one process runs all of it and programs are compiled once.
+"""
 
 import ast
 import contextlib
@@ -14,11 +17,15 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import nbformat
 import pytest
 
 import dgemma_jax as dg
 from dgemma_jax import cli
+from dgemma_jax.program_cache import VARIABLE, own_directory
+from notebooks.execute import execute, notebooks
 from tests.docs.blocks import ROOT, TAGS, Block, Command, blocks, commands, name_of, pages
+from tests.docs.notebooks import MOST_BYTES, PERSONAL, outputs, varies
 
 PAGES = {name_of(page): page for page in pages()}
 SERVER = "dgemma serve --model tiny --port 8000"
@@ -73,6 +80,30 @@ def test_the_commands_run_one_after_the_other(name, folder):
                 assert done.stdout.strip() or "--output" in command.text or ">" in command.text, command.text
                 printed += done.stdout
         assert block.output is None or block.language != "bash" or printed == block.output
+
+
+@pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
+def test_a_stored_notebook_is_small_complete_and_tells_nothing_of_its_machine(path):
+    text = path.read_text()
+    assert len(text) < MOST_BYTES
+    assert '"execution_count": null' not in text, "not executed: make notebooks"
+    for cell in nbformat.read(path, as_version=4).cells:
+        assert not PERSONAL.search("\n".join(outputs(cell)))
+        assert not any(output.startswith(("error", "stderr")) for output in outputs(cell))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
+def test_a_notebook_gives_what_is_stored(path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    if directory := own_directory():
+        monkeypatch.setenv(VARIABLE, str(directory))
+    stored, fresh = nbformat.read(path, as_version=4), execute(path)
+    for before, after in zip(stored.cells, fresh.cells, strict=True):
+        if varies(before):
+            assert len(outputs(before)) == len(outputs(after))
+        else:
+            assert outputs(before) == outputs(after), before.source
 
 
 @pytest.fixture(scope="module")

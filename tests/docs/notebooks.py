@@ -25,6 +25,12 @@ def outputs(cell: nbformat.NotebookNode) -> list[str]:
     return found
 
 
+def forms(cell: nbformat.NotebookNode) -> set[str]:
+    """The lines that a cell gave, without their numbers and however often: what stays where figures vary."""
+    lines = "\n".join(outputs(cell)).splitlines()
+    return {" ".join(re.sub(r"[\d.]+", "#", line).split()) for line in lines}
+
+
 def varies(cell: nbformat.NotebookNode) -> bool:
-    """Whether the cell's figures may differ from one kind of processor to the next."""
+    """Whether the cell's figures are of decisions that may differ from one kind of processor to the next."""
     return "varies" in cell.metadata.get("tags", ())

@@ -21,7 +21,7 @@ from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, 
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
 from dgemma_jax.model.transformer import AUTO, Implementations, build
-from dgemma_jax.sampling import UNSET, Sampling
+from dgemma_jax.sampling import UNSET, Resolved, Sampling
 from dgemma_jax.text import Tokenizer, opens_thought, parse_response, render_chat
 from dgemma_jax.text.chat import segments
 from dgemma_jax.text.segments import Segments
@@ -82,7 +82,7 @@ class Model:
         config: Config,
         params: dict,
         tokenizer: Tokenizer | None,
-        defaults: Sampling,
+        defaults: Resolved,
         max_model_len: int | None = None,
         implementations: Implementations = AUTO,
     ):
@@ -353,7 +353,7 @@ class Model:
             )
         return self.max_model_len - tokens
 
-    def _check(self, sampling: Sampling) -> None:
+    def _check(self, sampling: Resolved) -> None:
         """What a Sampling asks for must exist in this model."""
         vocab = self.config.vocab_size
         for name in ("suppress", "stop_token_ids", "canvas"):

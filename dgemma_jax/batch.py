@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,8 @@ class Line(NamedTuple):
     sampling: Sampling
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """Every `of`-th line, from line number `index` on."""
 
     index: int = 0

@@ -9,7 +9,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 _count = 0
 
 
-def _listen(event: str, duration: float, **_: str | int) -> None:
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
     global _count
     _count += event == _COMPILED
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 DTYPES = ("bfloat16", "float32", "float16")
 QUANTIZATIONS = ("int8", "int4")
@@ -23,12 +23,12 @@ def check(ok: bool, name: str, value: object, expected: str) -> None:
         raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
-def is_int(value: object, low: int = 0) -> bool:
+def is_int(value: object, low: int = 0) -> TypeGuard[int]:
     """An integer (a bool is none) of at least `low`."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= low
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= low
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """A finite real number (a bool is none)."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
@@ -36,7 +36,7 @@ def is_number(value: object) -> bool:
         return False
 
 
-def is_positive(value: object) -> bool:
+def is_positive(value: object) -> TypeGuard[float]:
     """A finite number above 0."""
     return is_number(value) and value > 0
 

@@ -221,7 +221,6 @@ class Sampling:
 
 if TYPE_CHECKING:
 
-    @dataclass(frozen=True, kw_only=True)
     class Resolved(Sampling):
         """A Sampling with no field unset and every value converted, as `merged` gives it."""
 

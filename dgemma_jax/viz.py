@@ -66,9 +66,9 @@ def film(drafts: Sequence[Draft], tokenizer: Tokenizer, columns: int = 16, inter
     from matplotlib.figure import Figure
 
     size = (0.62 * columns, 0.42 * _rows(drafts[0], columns) + 0.4)
-    ax = Figure(size, layout="constrained").subplots()  # unknown to pyplot, so that a notebook does not show it twice
-    grid = _Grid(drafts[0], tokenizer, columns, ax)
-    return FuncAnimation(ax.figure, lambda i: grid.show(drafts[i]), frames=len(drafts), interval=interval)
+    figure = Figure(size, layout="constrained")  # unknown to pyplot, so that a notebook does not show it twice
+    grid = _Grid(drafts[0], tokenizer, columns, figure.subplots())
+    return FuncAnimation(figure, lambda i: grid.show(drafts[i]), frames=len(drafts), interval=interval)
 
 
 def entropy(drafts: Sequence[Draft], tokenizer: Tokenizer | None = None, ax: Axes | None = None) -> Axes:
@@ -79,7 +79,7 @@ def entropy(drafts: Sequence[Draft], tokenizer: Tokenizer | None = None, ax: Axe
     C = len(drafts[-1].tokens)
     ax = _axes(ax, (0.3 * C + 1, 0.3 * len(drafts) + 1.2))
     image = ax.imshow([d.entropies for d in drafts], cmap=_colours(), vmin=0, vmax=MOST_NATS, aspect="auto")
-    step, position = np.nonzero([draft.accepted for draft in drafts])
+    step, position = np.nonzero(np.array([draft.accepted for draft in drafts]))
     ax.plot(position, step, ".", color=ACCENT, markersize=3)
     ax.set(xlabel="position", ylabel="step", yticks=range(len(drafts)), yticklabels=[d.step for d in drafts])
     if tokenizer is not None:

@@ -49,15 +49,18 @@ class Knobs:
 
 
 def _row(s: Resolved) -> tuple[int | float, ...]:
-    tempered = s.t_min is not None and s.t_max is not None
-    stops = s.stability_threshold is not None and s.confidence_threshold is not None
+    cold, hot, stability, confidence = 1.0, 1.0, 0, -np.inf
+    if s.t_min is not None and s.t_max is not None:
+        cold, hot = s.t_min, s.t_max
+    if s.stability_threshold is not None and s.confidence_threshold is not None:
+        stability, confidence = s.stability_threshold, s.confidence_threshold
     return (
         s.max_denoising_steps,
         s.entropy_bound,
-        s.t_min if tempered else 1.0,
-        s.t_max if tempered else 1.0,
-        s.stability_threshold if stops else 0,
-        s.confidence_threshold if stops else -np.inf,
+        cold,
+        hot,
+        stability,
+        confidence,
         1.0 if s.temperature is None else s.temperature,
         0 if s.top_k is None else s.top_k,
         1.0 if s.top_p is None else s.top_p,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -17,7 +18,7 @@ class Tokenizer:
     No token is added on either side: `<bos>` comes from the caller or from the chat rendering.
     """
 
-    def __init__(self, backend):
+    def __init__(self, backend: Any):
         self._control = getattr(backend, "backend_tokenizer", backend)
         added = self._control.get_added_tokens_decoder()
         self.special_ids: dict[str, int] = {token.content: id for id, token in added.items()}

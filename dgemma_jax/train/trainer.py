@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 Metrics = Any  # a NamedTuple of the loss
-Loss = Callable[[dict, Any, jax.Array, bool], tuple[jax.Array, Metrics]]
+Loss = Callable[..., tuple[jax.Array, Metrics]]
 
 
 class State(NamedTuple):

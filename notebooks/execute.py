@@ -20,7 +20,7 @@ def notebooks() -> list[Path]:
 def execute(path: Path) -> nbformat.NotebookNode:
     """The notebook with fresh outputs, run in a kernel of this Python. nbclient's error if a cell raises."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=SECONDS, record_timing=False, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=SECONDS, record_timing=False, coalesce_streams=True)
     client.execute(cwd=str(HERE), env=dict(os.environ))
     return notebook
 

@@ -1,4 +1,4 @@
-"""The memory plan of the 26B model on five GPUs, as the table of README.md: `python -m benchmarks.memory_plan`.
+"""The memory plan of the 26B model on five GPUs: `python -m benchmarks.memory_plan`, a table of docs/howto/quantise.md.
 
 With --write it replaces the table there. Nothing is measured on a GPU: see `dgemma inspect --plan`.
 """
@@ -11,7 +11,7 @@ from dgemma_jax.config import gemma_26b_a4b
 from dgemma_jax.engine.capacity import MOST_CHOSEN_ELSEWHERE
 from dgemma_jax.engine.hardware import GPUS, WEIGHTS, Estimate, estimate
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs/howto/quantise.md"
 BEGIN, END = "<!-- memory plan -->\n", "<!-- end of memory plan -->"
 LENGTH, STEPS = 8192, 16
 HEAD = (
@@ -49,11 +49,11 @@ def _powers(first: int, last: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_plan", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="replace the table in README.md")
+    parser.add_argument("--write", action="store_true", help="replace the table there")
     if parser.parse_args().write:
-        text = README.read_text(encoding="utf-8")
+        text = PAGE.read_text(encoding="utf-8")
         new = re.sub(f"(?<={BEGIN})[\\s\\S]*(?={END})", lambda _: table(), text)
-        README.write_text(new, encoding="utf-8")
+        PAGE.write_text(new, encoding="utf-8")
     print(table(), end="")
 
 

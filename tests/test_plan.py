@@ -101,5 +101,5 @@ def test_the_compilers_figures_are_those_that_are_stored():
         assert (one, more) == pytest.approx((found[0], found[1] - found[0])), (target, weights)
 
 
-def test_the_table_of_the_readme_is_what_the_script_prints():
-    assert memory_plan.BEGIN + memory_plan.table() + memory_plan.END in memory_plan.README.read_text(encoding="utf-8")
+def test_the_table_of_the_documentation_is_what_the_script_prints():
+    assert memory_plan.BEGIN + memory_plan.table() + memory_plan.END in memory_plan.PAGE.read_text(encoding="utf-8")

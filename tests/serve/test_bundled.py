@@ -27,6 +27,7 @@ def server():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "dgemma_jax.cli", "serve", "--port", str(port), "--max-num-seqs", "1"]
+    command += ["--max-model-len", "256"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -76,15 +77,17 @@ def test_its_canvas_denoises_on_the_page(driver, url, look, request, tmp_path):
     assert all(sorted(line) == list("1234") for line in [*rows, *map("".join, zip(*rows, strict=True))])
     steps = [caption for caption in page.captions() if re.match(r"Canvas 1, step \d+: \d+ of 32 kept", caption)]
     assert len(steps) > 1 and len(set(steps)) == len(steps)
-    page.find("scrubber").send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    early = page.texts("#cells > *")
-    page.find("scrubber").send_keys(Keys.END)
-    assert page.texts("#cells > *") != early
-    page.find("scrubber").send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    frames = []
+    for keys in ((Keys.HOME,), (Keys.END,), (Keys.HOME, Keys.ARROW_RIGHT)):
+        page.find("scrubber").send_keys(*keys)
+        frames.append((page.texts("#cells > *"), page.states()))
+    noise, done, first = frames
+    assert set(noise[1]) == {"noise"} and set(done[1]) == {"accepted", "cut"} and noise[0] != done[0]
+    assert set(first[1]) == {"accepted", "noise"}, "the first step keeps some and draws the others anew"
     assert page.script("return document.documentElement.scrollWidth") <= width
     assert page.problems() == []
     folder = Path(request.config.getoption("--screenshots") or tmp_path)
-    assert driver.save_screenshot(str(folder / f"canvas-{look}.png"))
+    page.picture(folder / f"canvas-{look}.png", height=740)
 
 
 def test_a_signal_amid_many_requests(server):

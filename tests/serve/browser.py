@@ -1,10 +1,12 @@
 """Debian's Chromium, driven by selenium, for the page's test."""
 
+import base64
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +150,13 @@ class Page:
         return self.script(
             f"{LUMINANCE} return {styles}.map((x) => [x.color, x.backgroundColor].map(luminance))", selector
         )
+
+    def picture(self, path: Path, height: int) -> None:
+        """Stores what is seen of the top of the page, with nothing in focus, as PNG."""
+        self.script("document.activeElement.blur(); scrollTo(0, 0)")
+        clip = {"x": 0, "y": 0, "width": self.script("return innerWidth"), "height": height, "scale": 1}
+        found = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip})
+        path.write_bytes(base64.b64decode(found["data"]))
 
     def problems(self) -> list[str]:
         """What the browser complained of, but for answers with an error status."""

@@ -308,7 +308,7 @@ class Model:
         )
         if len(samplings) != len(prompts):
             raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; pass one, or one per prompt")
-        shared = Sampling(seed=seed).seed
+        shared = Sampling(seed=seed).merged(self.defaults).seed
         first = [self._request(prompt, own, shared) for prompt, own in zip(prompts, samplings, strict=True)]
         return [replace(request, copy=copy) for request in first for copy in range(request.sampling.n)]
 

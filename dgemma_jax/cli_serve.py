@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 KEY_VARIABLE = "DGEMMA_API_KEY"
-GRACE_SECONDS = 5.0  # at the very end, for what clients are still being sent, and for the engine to stop
+GRACE_SECONDS = 5  # at the very end, for what clients are still being sent, and for the engine to stop
 POSITIVE = ("max_num_seqs", "max_model_len", "max_body_bytes", "request_timeout", "log_interval")
 
 

@@ -142,7 +142,7 @@ def parse(config: Mapping[str, Any]) -> Config:
     vision_fields = top.take("vision_config")
     vision = None if vision_fields is None else _Section(vision_fields, "vision_config.")
 
-    sizes = text.take_all(TEXT_DEFAULTS)
+    sizes: dict[str, Any] = text.take_all(TEXT_DEFAULTS)
     pad = text.take("pad_token_id", 0)
     self_conditioning = text.take("self_conditioning_size")
     result = Config(
@@ -210,7 +210,7 @@ def _layers(text: _Section) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(kind=kind, **sliding | overrides.get(index, {})) for index, kind in enumerate(kinds))
 
 
-def _layer_kinds(text: _Section, count: int) -> list[str]:
+def _layer_kinds(text: _Section, count: int) -> list[Any]:
     types = text.take("layer_types")
     if types is None:
         types = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(count)]
@@ -241,7 +241,7 @@ def _per_layer(table: Any, count: int) -> dict[int, dict[str, Any]]:
     return overrides
 
 
-def _ropes(text: _Section) -> dict[str, Rope]:
+def _ropes(text: _Section) -> dict[str, Any]:
     parameters = text.take("rope_parameters")
     if parameters is None:
         return {"sliding_rope": Rope(1e4), "full_rope": Rope(1e6, rotary_fraction=0.25)}
@@ -265,7 +265,7 @@ def _rope(section: _Section, name: str) -> Rope:
     return Rope(theta, fraction, factor)
 
 
-def _image_ids(top: _Section, vocab_size: int) -> dict[str, int | None]:
+def _image_ids(top: _Section, vocab_size: int) -> dict[str, Any]:
     """The ids around an image, None where they lie outside the vocabulary and so can never occur in a prompt."""
     ids = top.take_all({"image_token_id": 258_880, "boi_token_id": 255_999, "eoi_token_id": 258_882})
     outside = [name for name, value in ids.items() if is_int(value) and is_int(vocab_size) and value >= vocab_size]

@@ -100,7 +100,7 @@ class ChatMessage:
     content: str
     reasoning: str
     tool_calls: list[ToolCall]
-    finish_reason: Literal["tool_calls", "stop", "length"]
+    finish_reason: Literal["tool_calls", "stop", "length", "cancelled"]
     usage: Usage
 
     def as_message(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def part_of(path: ParamPath) -> str:
     """The part of the model that a parameter is counted with."""
     outside = {"embedder": "embedding", "self_conditioning": "self-conditioning", "vision": "vision"}
     inside = {"attention": "attention", "mlp": "dense MLP", "experts": "experts", "router": "router"}
-    part = inside.get(path[2]) if path[0] == "layers" else outside.get(path[0])
+    part = inside.get(str(path[2])) if path[0] == "layers" else outside.get(str(path[0]))
     return part or "norms and scalars"
 
 

@@ -7,7 +7,7 @@ image tower stay as they are. The layout is that of `dgemma_jax.kernels.quantize
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ Path = tuple[str | int, ...]
 PARTS = ("values", "scales")  # of a quantised weight in params and in files
 BLOCK_BYTES = 64 << 20  # of the weights in fp32 whose numbers are chosen at once
 # The axes that a product sums over. The last of them is the one that has groups.
-SUMMED = {
+SUMMED: dict[Path, tuple[int, ...]] = {
     ("embedder", "table"): (1,),
     ("attention", "q"): (0,),
     ("attention", "k"): (0,),
@@ -52,10 +52,15 @@ def quantized_spec(path: Path, shape: tuple[int, ...], quantization: str) -> Qua
         return None
     extents = [1 if axis in axes else length for axis, length in enumerate(shape)]
     if quantization == "int8" or path[0] == "embedder":
-        return Quantized(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(tuple(extents), jnp.float32))
+        return Quantized(_shaped(shape, jnp.int8), _shaped(extents, jnp.float32))
     values = [length // 2 if axis == axes[-1] else length for axis, length in enumerate(shape)]
     scales = [length // INT4_GROUP if axis == axes[-1] else length for axis, length in enumerate(shape)]
-    return Quantized(jax.ShapeDtypeStruct(tuple(values), jnp.uint8), jax.ShapeDtypeStruct(tuple(scales), jnp.bfloat16))
+    return Quantized(_shaped(values, jnp.uint8), _shaped(scales, jnp.bfloat16))
+
+
+def _shaped(shape: Sequence[int], dtype: Any) -> Any:
+    """Stands for an array."""
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
 def stored_paths(path: Path, quantization: str | None) -> list[Path]:
@@ -79,7 +84,7 @@ def quantize(weight: np.ndarray, path: Path, quantization: str) -> dict[Path, np
     spec = quantized_spec(path, weight.shape, quantization)
     if spec is None:
         return {path: weight}
-    axes = summed_axes(path)
+    axes = SUMMED[path[-2:]]
     choose = partial(_eight, axes=axes) if spec.packed is None else partial(_four, axis=spec.packed)
     split = 0 if 0 not in axes else weight.ndim - 1
     pieces = -(-4 * weight.size // BLOCK_BYTES)

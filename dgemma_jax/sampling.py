@@ -6,10 +6,11 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dgemma_jax.config import is_int, is_number
 
+S = TypeVar("S", bound="Sampling")
 logger = logging.getLogger(__name__)
 
 
@@ -188,7 +189,7 @@ class Sampling:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not UNSET}
 
-    def merged(self, defaults: Resolved) -> Resolved:
+    def merged(self, defaults: S) -> S:
         """This choice with its unset fields taken from `defaults`. ValueError where the two do not go together."""
         return replace(defaults, **self._chosen())
 

@@ -165,8 +165,12 @@ class Engine:
             raise RuntimeError("the engine is closed; make a new one")
 
     def _cancel(self, handle: Handle) -> None:
+        def cancel() -> None:
+            if handle.job is not None:  # what was submitted before it was cancelled has one
+                self._scheduler.cancel(handle.job)
+
         with self._changed:  # also while closing
-            self._wanted.append(lambda: self._scheduler.cancel(handle.job))
+            self._wanted.append(cancel)
             self._changed.notify()
 
     def _cancel_all(self) -> None:

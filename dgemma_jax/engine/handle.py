@@ -28,7 +28,7 @@ class Handle:
         self._result: Completion | None = None
         self._ended, self._error = False, None
         self._changed = threading.Condition()
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], object]] = []
 
     @property
     def done(self) -> bool:
@@ -114,6 +114,7 @@ class Handle:
 
     def _completion(self) -> Completion:
         self._raise()
+        assert self._result is not None  # the last thing before the end
         return self._result
 
     def _raise(self) -> None:

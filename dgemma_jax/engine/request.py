@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dgemma_jax.events import Canvas, Completion
-from dgemma_jax.sampling import Sampling
+from dgemma_jax.sampling import Resolved
 from dgemma_jax.text.tokenizer import Tokenizer
 from dgemma_jax.text.turn import Turn, TurnReader
 
@@ -21,7 +21,7 @@ class Request:
     """
 
     ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: Resolved
     seed: int
     budget: int
     copy: int = 0
@@ -73,7 +73,7 @@ class Answer:
         """Ends the answer at the first stop string; returns how many tokens are sure to stay."""
         if self.request.turn is not None:
             return self._look_in_content()
-        raw, strings = self.tokenizer.decode(self.tokens), self.request.sampling.stop
+        raw, strings = self._decoded(self.tokens), self.request.sampling.stop
         hits = [(at, string) for string in strings if (at := raw.find(string)) >= 0]
         if hits:
             at, self.stop = min(hits)
@@ -87,6 +87,7 @@ class Answer:
     def _look_in_content(self) -> int:
         """Of a turn of a conversation, whose tokens all stay: its reader finds the end of the content in them."""
         if self.reader is None:
+            assert self.tokenizer is not None and self.request.turn is not None
             self.reader = TurnReader(self.tokenizer, self.request.turn, self.request.sampling.stop)
         self.reader.feed(self.tokens[self.told :])
         if self.finish_reason is not None:
@@ -99,18 +100,23 @@ class Answer:
         kept = self._wholly_before(raw, at)
         for found in (self.tokens, self.logprobs, self.top_logprobs):
             del found[kept:]
-        self.tail = raw[len(self.tokenizer.decode(self.tokens)) : at]
+        self.tail = raw[len(self._decoded(self.tokens)) : at]
 
     def _wholly_before(self, raw: str, at: int) -> int:
         """How many of the tokens make text that ends at or before place `at` of the whole text."""
         kept = len(self.tokens)
-        while len(text := self.tokenizer.decode(self.tokens[:kept])) > at or not raw.startswith(text):
+        while len(text := self._decoded(self.tokens[:kept])) > at or not raw.startswith(text):
             kept -= 1
         return kept
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        assert self.tokenizer is not None  # stop strings are refused without one
+        return self.tokenizer.decode(tokens)
 
     def completion(self) -> Completion:
         """The finished answer."""
         text, raw = self._texts()
+        assert self.finish_reason is not None
         return Completion(
             text=text,
             raw_text=raw,

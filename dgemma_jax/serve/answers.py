@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,10 +19,9 @@ from dgemma_jax.text import CallBegin, Event, Tokenizer
 
 if TYPE_CHECKING:
     from dgemma_jax.engine.engine import Engine
-    from dgemma_jax.sampling import Sampling
 
 MOST_REPORTED = 1 << 21  # log-probabilities in a response: a gigabyte while it is written
-Run = Callable[[], AsyncIterator[Draft | Canvas | Finished]]
+Run = Callable[[], AsyncGenerator[Draft | Canvas | Finished]]
 
 
 @dataclass
@@ -54,10 +53,17 @@ class Answer:
                 yield event, told
 
     @property
+    def done(self) -> Completion:
+        """The completion of the finished answer."""
+        assert self.completion is not None, "asked for before the end of the events"
+        return self.completion
+
+    @property
     def finish_reason(self) -> responses.FinishReason:
         """Of the finished answer."""
-        reason = self.completion.finish_reason
-        return "tool_calls" if self.called and reason == "stop" else reason
+        if self.done.finish_reason == "stop":
+            return "tool_calls" if self.called else "stop"
+        return "length"
 
 
 def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
@@ -74,10 +80,13 @@ def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
         raise ValueError("tool_choice is 'required'; expected tools to choose from")
     tools = functions if functions and choice != "none" else None
     sampling = body.sampling()
-    if choice == "none" and CALL in model.tokenizer.special_ids:
-        sampling = replace(sampling, suppress=(*model.defaults.suppress, model.tokenizer.special_ids[CALL]))
+    tokenizer = model.required_tokenizer
+    if choice == "none" and CALL in tokenizer.special_ids:
+        sampling = replace(sampling, suppress=(*model.defaults.suppress, tokenizer.special_ids[CALL]))
     request = model.request(body.conversation(), sampling, body.seed, tools, body.thinking)
-    request = replace(request, turn=request.turn._replace(calls=tools is not None))
+    assert request.turn is not None  # messages make one
+    turn = request.turn._replace(calls=tools is not None)
+    request = replace(request, turn=turn)
     drafts = 1 if body.stream_drafts else None
     forced = tuple(names) if choice == "required" or isinstance(choice, NamedChoice) else ()
 
@@ -89,17 +98,17 @@ def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
     stop = request.sampling.stop
     copies = [replace(request, copy=copy) for copy in range(body.n or 1)]
     _check_report(copies)
-    return [Answer(i, 0, run(copy), ChatReader(model.tokenizer, request.turn, stop)) for i, copy in enumerate(copies)]
+    return [Answer(i, 0, run(copy), ChatReader(tokenizer, turn, stop)) for i, copy in enumerate(copies)]
 
 
 def text_answers(engine: Engine, body: CompletionRequest) -> list[Answer]:
     """The answers to plain prompts, those to one prompt side by side. ValueError for what cannot be answered."""
-    sampling: Sampling = body.sampling()
+    sampling, tokenizer = body.sampling(), engine.model.required_tokenizer
     requests = [engine.model.request(prompt, sampling, body.seed) for prompt in body.prompts()]
     copies = [(n, replace(request, copy=copy)) for n, request in enumerate(requests) for copy in range(body.n or 1)]
     _check_report([copy for _, copy in copies])
     return [
-        Answer(index, prompt, lambda copy=copy: _free(engine, copy, None), TextReader(engine.model.tokenizer))
+        Answer(index, prompt, lambda copy=copy: _free(engine, copy, None), TextReader(tokenizer))
         for index, (prompt, copy) in enumerate(copies)
     ]
 
@@ -116,7 +125,7 @@ def _check_report(requests: Sequence[Request]) -> None:
         )
 
 
-async def _free(engine: Engine, request: Request, drafts: int | None) -> AsyncIterator[Draft | Canvas | Finished]:
+async def _free(engine: Engine, request: Request, drafts: int | None) -> AsyncGenerator[Draft | Canvas | Finished]:
     handle = engine.submit_request(request, drafts)
     try:
         async for event in handle.once():
@@ -127,8 +136,8 @@ async def _free(engine: Engine, request: Request, drafts: int | None) -> AsyncIt
 
 def usage(answers: Sequence[Answer], reasoning_tokens: int) -> responses.Usage:
     """Of finished answers; a prompt with several answers counts once."""
-    completions = [answer.completion for answer in answers]
-    prompts = {answer.prompt: answer.completion for answer in answers}.values()
+    completions = [answer.done for answer in answers]
+    prompts = {answer.prompt: answer.done for answer in answers}.values()
     prompt_tokens = sum(completion.prompt_tokens for completion in prompts)
     tokens = sum(len(completion.tokens) + (completion.stop_id is not None) for completion in completions)
     steps = sum(sum(completion.steps) for completion in completions)
@@ -136,13 +145,13 @@ def usage(answers: Sequence[Answer], reasoning_tokens: int) -> responses.Usage:
         prompt_tokens=prompt_tokens,
         completion_tokens=tokens,
         total_tokens=prompt_tokens + tokens,
-        prompt_tokens_details={"cached_tokens": sum(completion.cached_tokens for completion in prompts)},
-        completion_tokens_details={"reasoning_tokens": min(reasoning_tokens, tokens)},
-        diffusion={
-            "canvases": sum(len(completion.steps) for completion in completions),
-            "denoising_steps": steps,
-            "tokens_per_step": tokens / max(1, steps),
-        },
+        prompt_tokens_details=responses.PromptDetails(cached_tokens=sum(c.cached_tokens for c in prompts)),
+        completion_tokens_details=responses.CompletionDetails(reasoning_tokens=min(reasoning_tokens, tokens)),
+        diffusion=responses.Diffusion(
+            canvases=sum(len(completion.steps) for completion in completions),
+            denoising_steps=steps,
+            tokens_per_step=tokens / max(1, steps),
+        ),
     )
 
 

@@ -96,7 +96,9 @@ def create_app(
 
 
 def _add_completions(app: FastAPI, service: _Service) -> None:
-    streamed = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    streamed: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    }
 
     @app.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=streamed)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -159,7 +161,7 @@ class _Service:
 
     def __init__(self, engine: Engine, model_name: str, lifecycle: Lifecycle, limit: float):
         self.engine, self.model_name, self.lifecycle, self.limit = engine, model_name, lifecycle, limit
-        self.texts = TokenTexts(engine.model.tokenizer)
+        self.texts = TokenTexts(engine.model.required_tokenizer)
 
     async def respond(
         self,
@@ -178,7 +180,7 @@ class _Service:
                 async with limit.kept():
                     answers, ignored = await self._attended(request, self._prepared(prepare, body, stack))
                     headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
-                    shown = format(self.engine.model.tokenizer, self.texts, self.model_name)
+                    shown = format(self.engine.model.required_tokenizer, self.texts, self.model_name)
                     if not body.stream:
                         return await self._attended(request, self._whole(answers, shown, ticket, headers))
             except ClientGone:

@@ -63,12 +63,14 @@ def shaped(error: Exception) -> APIError:
 def install(app: FastAPI) -> None:
     """Makes the app answer every error in this shape."""
 
-    async def http_error(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
         if not isinstance(error, APIError):
             error = APIError(error.status_code, _standard(request, error), headers=error.headers)
         return error.response()
 
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
         return _invalid(error.errors(), error.body).response()
 
     async def unexpected(_: Request, error: Exception) -> Response:

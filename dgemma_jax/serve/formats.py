@@ -92,7 +92,7 @@ class ChatFormat(Format):
         return responses.ChatChunk(**self.head, choices=[choice])
 
     def _logprobs(self, answer: Answer) -> responses.ChatLogprobs | None:
-        done = answer.completion
+        done = answer.done
         if done.logprobs is None:
             return None
         tops = done.top_logprobs or [[]] * len(done.tokens)
@@ -115,7 +115,7 @@ class TextFormat(Format):
     prefix = "cmpl"
 
     def chunks(self, answer: Answer, events: Sequence[Event]) -> list[BaseModel]:
-        text = "".join(event.text for event in events)
+        text = _content(events)
         return [self._completion([responses.TextChoice(index=answer.index, text=text)])] if text else []
 
     def last(self, answer: Answer) -> list[BaseModel]:
@@ -129,7 +129,7 @@ class TextFormat(Format):
         choices = [
             responses.TextChoice(
                 index=answer.index,
-                text="".join(event.text for event in told),
+                text=_content(told),
                 logprobs=self._logprobs(answer),
                 finish_reason=answer.finish_reason,
             )
@@ -141,7 +141,7 @@ class TextFormat(Format):
         return responses.TextCompletion(**self.head, choices=choices, usage=total)
 
     def _logprobs(self, answer: Answer) -> responses.TextLogprobs | None:
-        done = answer.completion
+        done = answer.done
         if done.logprobs is None:
             return None
         texts, offsets, at = self.texts.all(done.tokens), [], 0
@@ -173,6 +173,10 @@ def _delta(event: Event) -> responses.ChatDelta | None:
     return None
 
 
+def _content(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, ContentDelta))
+
+
 def _message(events: Sequence[Event]) -> responses.ChatMessage:
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta)) or None
     arguments: dict[int, str] = {}
@@ -184,7 +188,6 @@ def _message(events: Sequence[Event]) -> responses.ChatMessage:
         for event in events
         if isinstance(event, CallBegin)
     ]
-    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
     return responses.ChatMessage(
-        content=content, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or None
+        content=_content(events), reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or None
     )

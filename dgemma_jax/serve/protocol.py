@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -289,4 +289,4 @@ class CompletionRequest(Request):
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if single else list(self.prompt)
+        return cast("list[str | list[int]]", [self.prompt] if single else list(self.prompt))

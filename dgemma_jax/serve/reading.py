@@ -15,9 +15,11 @@ class Reader(Protocol):
 
     def feed(self, tokens: Sequence[int]) -> list[Event]:
         """What these tokens make certain."""
+        ...
 
     def finish(self, completion: Completion) -> list[Event]:
         """The rest, once the answer is complete."""
+        ...
 
 
 class TextReader:

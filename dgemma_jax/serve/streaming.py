@@ -37,7 +37,8 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 async def attended(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, Exception]) -> T:
     """The result of `work`, which is cancelled as soon as one of `ends` has a result: that is raised."""
-    main, *others = tasks = [asyncio.ensure_future(one) for one in (work, *ends)]
+    main, others = asyncio.ensure_future(work), [asyncio.ensure_future(end) for end in ends]
+    tasks = [main, *others]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not main.done():

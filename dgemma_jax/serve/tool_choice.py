@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,8 @@ class FirstCall:
     def __init__(self, engine: Engine, request: Request, names: Sequence[str], thinking: bool, drafts: int | None):
         self.engine, self.request, self.drafts = engine, request, drafts
         self.names, self.thinking = names, thinking and bool(names)
-        self.tokenizer = engine.model.tokenizer
+        assert request.turn is not None  # only conversations have tools
+        self.turn, self.tokenizer = request.turn, engine.model.required_tokenizer
         self.tokens: list[int] = []  # told
         self.complete = False  # they end with a call
         self.passes: list[_Pass] = []
@@ -46,7 +47,7 @@ class FirstCall:
             raise ValueError(f"max_tokens leaves {request.budget} tokens; expected at least {most}, to open a call")
         self.thought_budget = min(request.budget // 2, request.budget - most + 1)
 
-    async def events(self) -> AsyncIterator[Draft | Canvas | Finished]:
+    async def events(self) -> AsyncGenerator[Draft | Canvas | Finished]:
         """Drafts and canvases of every pass, then Finished. A canvas that is run again tells only what stays of it."""
         try:
             if self.thinking:
@@ -79,7 +80,7 @@ class FirstCall:
         """Runs with the opening pinned until the call is complete; once more if it is none of the declared names."""
         kept = [*self.tokens, *self._closing()]
         known = [*kept, *(self._opening(name) if self.names else ())]
-        call, end = self._begin(known), CallFinder(self.tokenizer, self.request.turn)
+        call, end = self._begin(known), CallFinder(self.tokenizer, self.turn)
         async for event in call.events():
             if isinstance(event, Canvas):
                 if self.names and name is None:
@@ -99,13 +100,13 @@ class FirstCall:
                 yield event
         elif self.names and (await call.result()).finish_reason == "stop":
             closed = [*call.tokens, self.tokenizer.token_id(CALL_CLOSE)]  # the turn ended inside the call
-            tools, in_thought, _ = self.request.turn
-            self.complete = bool(parse_response(self.tokenizer.decode(closed), tools, in_thought).tool_calls)
+            text = self.tokenizer.decode(closed)
+            self.complete = bool(parse_response(text, self.turn.tools, self.turn.in_thought).tool_calls)
             yield self._tell(closed if self.complete else call.tokens, 0)
 
     async def _call_best(self, call: _Pass, known: Sequence[int]) -> AsyncIterator[Draft | Canvas]:
         """The canvas again, with the declared name pinned that scores best in its place."""
-        top = (await call.result()).top_logprobs[len(known) - call.begin :]
+        top = ((await call.result()).top_logprobs or [])[len(known) - call.begin :]
         async for event in self._call(max(self.names, key=lambda name: self._score(name, top))):
             yield event
 
@@ -121,7 +122,7 @@ class FirstCall:
         return found[1] if found and found[1] in self.names else None
 
     def _closing(self) -> list[int]:
-        close = self.tokenizer.token_id(THOUGHT_CLOSE) if self.thinking else None
+        close = self.tokenizer.token_id(THOUGHT_CLOSE) if self.thinking else -1
         return [close] if self.thinking and self.tokens[-1:] != [close] else []
 
     def _opening(self, name: str | None) -> list[int]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 Metrics = Any  # a NamedTuple of the loss
-Loss = Callable[..., tuple[jax.Array, Metrics]]
+Loss = Callable[..., tuple[Any, Metrics]]
 
 
 class State(NamedTuple):

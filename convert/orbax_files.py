@@ -218,8 +218,13 @@ def keys_in_item(name: str) -> tuple[str, ...]:
 
 
 def config_fields(config: Config) -> dict[str, Any]:
-    """A Config as JSON holds it, the dtype left out: that is a matter of each tensor."""
-    return {name: value for name, value in json.loads(json.dumps(asdict(config))).items() if name != "dtype"}
+    """A Config as JSON holds it, without what may be chosen anew: dtype, a matter of each tensor, and how images are
+    read."""
+    fields = json.loads(json.dumps(asdict(config)))
+    del fields["dtype"], fields["image_blocks"]
+    if fields["vision"]:
+        del fields["vision"]["max_soft_tokens"]
+    return fields
 
 
 def _config_problems(config: Config, converted: Mapping[str, Any]) -> Iterator[Problem]:

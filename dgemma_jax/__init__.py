@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dgemma_jax.engine.handle import Handle
     from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
     from dgemma_jax.functional import denoise, denoise_logits, encode, soft_embedding
+    from dgemma_jax.image_batch import ImageBatch
     from dgemma_jax.sampling import UNSET, Sampling
     from dgemma_jax.tools import ToolRun, run_tools
 
@@ -29,6 +30,7 @@ _HOME = {
     "Engine": "engine.engine",
     "Finished": "events",
     "Handle": "engine.handle",
+    "ImageBatch": "image_batch",
     "KVCache": "cache",
     "Knobs": "diffusion.policy",
     "Model": "api",

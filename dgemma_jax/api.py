@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dgemma_jax.checkpoint import dtype_name, open_directory, read_checkpoint
-from dgemma_jax.config import Config, is_int
+from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.capacity import check_slots, context
 from dgemma_jax.engine.programs import Programs
@@ -21,17 +21,14 @@ from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, 
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
 from dgemma_jax.model.transformer import AUTO, Implementations, build
+from dgemma_jax.prompts import NO_TOKENIZER, Conversation, Prompt, PromptReader
 from dgemma_jax.sampling import UNSET, Resolved, Sampling
 from dgemma_jax.text import Tokenizer, opens_thought, parse_response, render_chat
-from dgemma_jax.text.chat import segments
-from dgemma_jax.text.segments import Segments
 from dgemma_jax.text.turn import Turn
 
 logger = logging.getLogger(__name__)
 LARGEST_SLOTS = 8  # chosen by itself
 DEFAULT_POLICY = Policy()
-NO_TOKENIZER = "this model has no tokenizer.json: pass token ids, or load with tokenizer=PATH"
-Prompt = str | Sequence[int]
 Name = TypeVar("Name")
 
 
@@ -41,16 +38,20 @@ def load(
     max_model_len: int | None = None,
     tokenizer: Tokenizer | str | Path | None = None,
     attention_implementation: str = "auto",
+    image_blocks: str | None = None,
 ) -> "Model":
     """Open a model: a directory in Hugging Face's layout, "tiny" (bundled), or a hub name in the local HF cache.
 
     dtype: "bfloat16", "float32" or "float16"; None keeps the weights as stored. max_model_len: longest prompt plus
     output in tokens; None is the config's context, lowered to what memory leaves. tokenizer: used instead of the
     checkpoint's. attention_implementation: "auto", "reference", "xla", "pallas" or "triton"; what auto takes depends on
-    the device, see `dgemma_jax.kernels.selection`, and is logged. Raises ValueError with one line that says what is
-    wrong and what to do, before weights are read where that can be known.
+    the device, see `dgemma_jax.kernels.selection`, and is logged. image_blocks: "all", "sliding" or "none", see
+    `Config`; None is the config's. Raises ValueError with one line that says what is wrong and what to do, before
+    weights are read where that can be known.
     """
     opened, dtype = open_directory(name), dtype_name(dtype)
+    if image_blocks is not None:
+        opened = opened._replace(config=replace(opened.config, image_blocks=image_blocks))
     itemsize = np.dtype(dtype or opened.weights.dtype or opened.config.dtype).itemsize
     implementations, choice = _implementations(attention_implementation, opened.config, itemsize)
     config, params, tokenizer, defaults = read_checkpoint(opened, dtype, tokenizer)
@@ -120,6 +121,7 @@ class Model:
         sampling: Sampling | Sequence[Sampling] | None = None,
         seed: int | None = None,
         policy: Policy | None = None,
+        images: Any = None,
         slots: int | None = None,
     ) -> list[Completion]:
         """Answer every prompt; the list has the prompts' order, the n answers to one prompt side by side.
@@ -127,10 +129,13 @@ class Model:
         prompts: a string, strings, or lists of token ids. Strings are encoded with control tokens recognised and get
         one <bos> unless they have one; ids are used as they are. sampling: one for all, or one per prompt.
         seed: for requests without a seed of their own; None draws a fresh one per request, in Completion.seed.
+        images: of a string, an image or a list of them; of a list of prompts, for each an image, a list, or None. A
+        path, the bytes of a file, a PIL image or an array; each belongs to one <|image|> in the text.
         slots: rows denoised together; None takes the smallest power of two that holds the prompts, at most 8.
         A row's answer does not depend on the other rows.
         """
-        found = {i: e.completion for i, e in self.events(prompts, sampling, seed, policy, slots) if type(e) is Finished}
+        events = self.events(prompts, sampling, seed, policy, images, slots)
+        found = {index: event.completion for index, event in events if isinstance(event, Finished)}
         return [found[index] for index in range(len(found))]
 
     def events(
@@ -139,10 +144,11 @@ class Model:
         sampling: Sampling | Sequence[Sampling] | None = None,
         seed: int | None = None,
         policy: Policy | None = None,
+        images: Any = None,
         slots: int | None = None,
     ) -> Iterator[tuple[int, Canvas | Finished]]:
         """`generate` as it happens: (index of the prompt, event), a Canvas per canvas and a Finished per prompt."""
-        requests = self._requests(prompts, sampling, seed)
+        requests = self._requests(prompts, sampling, seed, images)
         return self.serve(enumerate(requests), _slots(slots, len(requests)), policy)
 
     def stream(
@@ -151,12 +157,13 @@ class Model:
         sampling: Sampling | None = None,
         seed: int | None = None,
         policy: Policy | None = None,
+        images: Any = None,
     ) -> Iterator[Draft | Canvas | Finished]:
         """One answer as it happens: a Draft after every step, a Canvas after every canvas, Finished at the end.
 
-        prompt: text, token ids, or the messages of a conversation.
+        prompt: text, token ids, or the messages of a conversation. images: of text and ids, see `generate`.
         """
-        request = self.request(prompt, sampling, seed)
+        request = self.request(prompt, sampling, seed, images=images)
         return (event for _, event in self.serve([(None, request)], 1, policy, drafts=1))
 
     def chat(
@@ -170,6 +177,8 @@ class Model:
     ) -> ChatMessage:
         """The model's next turn of a conversation in OpenAI's message format.
 
+        A message's content may be a list of parts: {"type": "text", "text": ...}, {"type": "image", "image": ...} with
+        what `generate` takes as an image, and OpenAI's "image_url".
         tools: functions the model may call, in OpenAI's format. thinking: let it write a thought before the answer.
         Append `answer.as_message()`, then the tools' results, and call again. Control tokens typed in a message stay
         ordinary text.
@@ -226,24 +235,18 @@ class Model:
     def chat_prompt(
         self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False
     ) -> list[int]:
-        """The token ids of a conversation, up to where the model's turn begins."""
-        return self._encoded(self._rendered(messages, tools, thinking))
+        """The token ids of a conversation, up to where the model's turn begins; images as their placeholders."""
+        return self._read(messages, tools, thinking).ids
 
-    def _rendered(self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None, thinking: bool) -> Segments:
-        """The prompt of a conversation."""
-        for index, message in enumerate(_list(messages, "messages", "a list of messages")):
-            parts = message.get("content") if isinstance(message, Mapping) else None
-            for part in parts if isinstance(parts, list | tuple) else ():
-                if isinstance(part, Mapping) and part.get("type") != "text":
-                    raise ValueError(f"messages[{index}] holds a part of type {part.get('type')!r}; only text is read")
+    def _read(self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None, thinking: bool) -> Conversation:
+        messages = _list(messages, "messages", "a list of messages")
         tools = None if tools is None else _list(tools, "tools", "a list of functions in OpenAI's format")
-        return segments(messages, tools, thinking)
+        return self.reader.conversation(messages, tools, thinking)
 
-    def _encoded(self, prompt: Segments) -> list[int]:
-        """Its ids. A prompt that is too long however it is encoded is refused before that, which takes its time."""
-        tokenizer = self.required_tokenizer
-        self._check_room(prompt.fewest_tokens(tokenizer), " or more")
-        return prompt.encode(tokenizer)
+    @property
+    def reader(self) -> PromptReader:
+        """What turns prompts into token ids and images for this model."""
+        return PromptReader(self.config, self.tokenizer, self.max_model_len)
 
     def request(
         self,
@@ -252,18 +255,22 @@ class Model:
         seed: int | None = None,
         tools: Sequence[Mapping] | None = None,
         thinking: bool = False,
+        images: Any = None,
     ) -> Request:
         """One checked request, for `serve`: text, token ids, or the messages of a conversation.
 
-        tools, thinking: for messages, see `chat`. ValueError for what cannot be answered, or for n > 1.
+        tools, thinking: for messages, see `chat`; images: for others, see `generate`. ValueError for what cannot be
+        answered, or for n > 1.
         """
         turn = None
         if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            rendered = self._rendered(prompt, tools, thinking)
-            prompt, turn = self._encoded(rendered), Turn(tools, opens_thought(str(rendered)))
+            if images is not None:
+                raise ValueError("images go with a plain prompt; those of a conversation are parts of its messages")
+            prompt, images, in_thought = self._read(prompt, tools, thinking)
+            turn = Turn(tools, in_thought)
         elif tools or thinking:
             raise ValueError("tools and thinking go with the messages of a conversation, not with a plain prompt")
-        request, *more = self._requests([prompt], sampling, seed)
+        request, *more = self._requests([prompt], sampling, seed, [images])
         if more:
             raise ValueError(f"n is {1 + len(more)}; one answer is given here: use generate for several")
         return replace(request, turn=turn)
@@ -298,8 +305,13 @@ class Model:
         return Scheduler(*parts, slots, policy or DEFAULT_POLICY, fixed=fixed, prefill_chunk=prefill_chunk)
 
     def _requests(
-        self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, seed: int | None
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None,
+        seed: int | None,
+        images: Any = None,
     ) -> list[Request]:
+        images = [images] if isinstance(prompts, str) else images
         prompts = [prompts] if isinstance(prompts, str) else _list(prompts, "prompts", "text, or a list of prompts")
         samplings = (
             [sampling] * len(prompts)
@@ -308,50 +320,28 @@ class Model:
         )
         if len(samplings) != len(prompts):
             raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; pass one, or one per prompt")
+        images = (
+            [None] * len(prompts) if images is None else _list(images, "images", "a list with those of each prompt")
+        )
+        if len(images) != len(prompts):
+            raise ValueError(
+                f"images has {len(images)} entries for {len(prompts)} prompts; pass one, or None, for each"
+            )
         shared = Sampling(seed=seed).merged(self.defaults).seed
-        first = [self._request(prompt, own, shared) for prompt, own in zip(prompts, samplings, strict=True)]
+        rows = zip(prompts, samplings, images, strict=True)
+        first = [self._request(prompt, own, shared, shown) for prompt, own, shown in rows]
         return [replace(request, copy=copy) for request in first for copy in range(request.sampling.n)]
 
-    def _request(self, prompt: Prompt, sampling: Sampling | None, seed: int | None) -> Request:
-        ids = self._encode(prompt)
+    def _request(self, prompt: Prompt, sampling: Sampling | None, seed: int | None, images: Any) -> Request:
+        several = images if isinstance(images, list | tuple) else [] if images is None else [images]
+        reader = self.reader
+        ids, placed = reader.encode(prompt, several)
         sampling = _sampling(sampling).merged(self.defaults)
         self._check(sampling)
-        room = self._check_room(len(ids))
+        room = reader.room(len(ids))
         budget = room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
         own = seed if sampling.seed in (None, UNSET) else sampling.seed
-        return Request(ids, sampling, secrets.randbits(32) if own is None else own, budget)
-
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            ids = self._encode_text(prompt)
-        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
-            ids = prompt
-        else:
-            raise ValueError(
-                f"prompt {prompt!r:.60} is neither text nor a list of token ids; one prompt of ids is [[1, 2]]"
-            )
-        if len(ids) == 0:
-            raise ValueError(f"prompt {prompt!r} is empty; expected text or at least one token id")
-        vocab = self.config.vocab_size
-        bad = next((id for id in ids if not is_int(id) or id >= vocab), None)
-        if bad is not None:
-            raise ValueError(f"prompt holds token id {bad!r:.60}; expected integers in 0 .. {vocab - 1}")
-        return tuple(int(id) for id in ids)
-
-    def _encode_text(self, prompt: str) -> list[int]:
-        tokenizer, bos = self.required_tokenizer, self.config.bos_token_id
-        self._check_room(len(prompt) // tokenizer.longest_token, " or more")
-        ids = tokenizer.encode(prompt)
-        return ids if not ids or bos is None or ids[0] == bos else [bos, *ids]
-
-    def _check_room(self, tokens: int, or_more: str = "") -> int:
-        """The tokens that an answer may have behind a prompt of so many. ValueError for none."""
-        if tokens >= self.max_model_len:
-            raise ValueError(
-                f"prompt of {tokens} tokens{or_more} leaves no room in a context of {self.max_model_len}; shorten it"
-                " or load with a larger max_model_len"
-            )
-        return self.max_model_len - tokens
+        return Request(ids, sampling, secrets.randbits(32) if own is None else own, budget, images=placed)
 
     def _check(self, sampling: Resolved) -> None:
         """What a Sampling asks for must exist in this model."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dgemma_jax.api import Model
     from dgemma_jax.engine.request import Request
 
-FIELDS = ("id", "prompt", "messages", "tools", "thinking", "sampling")
+FIELDS = ("id", "prompt", "images", "messages", "tools", "thinking", "sampling")
 Id = str | int
 
 
@@ -28,12 +28,13 @@ class Conversation(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of the input, read. conversation: None for a plain prompt."""
+    """A line of the input, read. conversation: None for a plain prompt. images: files shown with that."""
 
     id: Id
     prompt: str
     conversation: Conversation | None
     sampling: Sampling
+    images: list[str] = []  # noqa: RUF012  (never changed)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ def _line(id: Id, entry: dict[str, Any], sampling: Sampling) -> Line:
                 raise ValueError(f"{name} goes with messages, not with prompt")
         if not isinstance(entry["prompt"], str) or not entry["prompt"]:
             raise ValueError(f"prompt is {entry['prompt']!r:.60}; expected text")
-        return Line(id, entry["prompt"], None, chosen)
+        return Line(id, entry["prompt"], None, chosen, _images(entry.get("images", [])))
+    if "images" in entry:
+        raise ValueError("images go with prompt; those of messages are parts of them")
     thinking = entry.get("thinking", False)
     if not isinstance(thinking, bool):
         raise ValueError(f"thinking is {thinking!r}; expected true or false")
@@ -168,8 +171,18 @@ def _request(model: Model, line: Line, seed: int | None, raw: bool) -> Request:
     if line.conversation is not None:
         messages, tools, thinking = line.conversation
         return model.request(_messages(messages), line.sampling, seed, tools, thinking)
-    prompt = line.prompt if raw else [{"role": "user", "content": line.prompt}]
-    return model.request(prompt, line.sampling, seed)
+    if raw:
+        return model.request(line.prompt, line.sampling, seed, images=line.images)
+    parts = [{"type": "image", "image": image} for image in line.images]
+    content = [*parts, {"type": "text", "text": line.prompt}]
+    return model.request([{"role": "user", "content": content}], line.sampling, seed)
+
+
+def _images(images: Any) -> list[str]:
+    images = [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise ValueError(f"images is {images!r:.60}; expected a file, a data: URL, or a list of such")
+    return images
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from dgemma_jax.sampling import Resolved, Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "assets"
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
@@ -71,9 +72,28 @@ def open_directory(name: str | Path, verify: bool = False) -> Opened:
 
 
 def read_config(path: Path) -> tuple[dict, Config]:
-    """A config.json, parsed and as a Config. ValueError or OSError if it is none."""
+    """A config.json, parsed and as a Config, with the budget of images that lies beside it. ValueError or OSError."""
     fields = _read_json(path)
-    return fields, Config.from_hf(fields)
+    return fields, _with_budget(Config.from_hf(fields), path.parent)
+
+
+def _with_budget(config: Config, directory: Path) -> Config:
+    """The config with the soft tokens per image of the processor's file, if there is one; ValueError if it cuts images
+    into other patches than the model reads.
+    """
+    path = next((path for name in PROCESSORS if (path := directory / name).is_file()), None)
+    if config.vision is None or path is None:
+        return config
+    fields = _read_json(path)
+    fields = fields.get("image_processor", fields) if isinstance(fields, dict) else None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no settings of an image processor; expected a JSON object")
+    for name in ("patch_size", "pooling_kernel_size"):
+        ours = getattr(config.vision, name)
+        if (theirs := fields.get(name, ours)) != ours:
+            raise ValueError(f"{path}: {name} is {theirs!r:.60}, vision_config has {ours}; they must be the same")
+    budget = fields.get("max_soft_tokens", config.vision.max_soft_tokens)
+    return replace(config, vision=replace(config.vision, max_soft_tokens=budget))
 
 
 def resolve(name: str | Path) -> Path:

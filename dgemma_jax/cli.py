@@ -101,6 +101,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="one answer each; with none, standard input is the prompt")
     add("--raw", action="store_true", help="the prompt is the model's input as it stands, not a user's turn of a chat")
+    add("--image", action="append", metavar="FILE", help="show the model this image with every PROMPT; may be repeated")
     add("--json", action="store_true", help="one JSON object per answer and line")
     add("--watch", action="store_true", help="show the canvas while it is denoised, one prompt after the other")
     add("--slots", type=int, metavar="N", help="prompts denoised together (by default as many as there are, up to 8)")
@@ -135,6 +136,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--request-timeout", type=float, default=600.0, metavar="S", help="most seconds for an answer (%(default)g)")
     add("--shutdown-timeout", type=float, default=30.0, metavar="S", help="seconds to finish answers in (%(default)g)")
     add("--max-body-bytes", type=int, default=16 << 20, metavar="N", help="longest request (%(default)s)")
+    add("--max-images", type=int, default=8, metavar="N", help="most images in a request (%(default)s)")
+    add("--allow-remote-images", action="store_true", help="fetch images by their http and https URLs, none private")
     add(
         "--log-interval",
         type=float,

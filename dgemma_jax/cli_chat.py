@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 HELP = """/reset               forget the conversation
 /think on|off        let the model think before it answers
 /tools FILE|off      let it call the functions declared in a JSON file
+/image FILE          show the model an image with the next line
 /help                this list
 /exit                leave, like Ctrl-D"""
 
@@ -51,12 +52,13 @@ def run(args: Namespace) -> None:
 
 
 class Conversation:
-    """The messages so far and the switches that commands change. A turn that fails leaves both as they were."""
+    """The messages so far and what commands change. A turn that fails leaves all as it was."""
 
     def __init__(self, model: Model, console: Console, tools, thinking: bool, sampling, seed: int | None) -> None:
         self.model, self.console, self.tools, self.thinking = model, console, tools, thinking
         self.sampling, self.seed = sampling, seed
         self.messages: list[dict[str, Any]] = []
+        self.images: list[dict[str, Any]] = []  # parts of the next message
         self.out = Console(highlight=False, soft_wrap=True)
 
     def read(self, prompt: str) -> str | None:
@@ -75,18 +77,23 @@ class Conversation:
         if command.startswith("/"):
             self._command(command, argument.strip())
         elif line.strip():
-            before = len(self.messages)
+            before, images = len(self.messages), self.images
             try:
                 self._answer(line)
             except BaseException:
                 del self.messages[before:]
+                self.images = images
                 raise
 
     def _command(self, command: str, argument: str) -> None:
         if command == "/reset":
             self.messages.clear()
+            self.images.clear()
         elif command == "/help":
             self.console.print(HELP, highlight=False)
+        elif command == "/image" and argument:
+            (image,) = self.model.reader.prepare([argument])
+            self.images.append({"type": "image", "image": image})
         elif command == "/think" and argument in ("on", "off"):
             self.thinking = argument == "on"
         elif command == "/tools" and argument:
@@ -96,7 +103,9 @@ class Conversation:
 
     def _answer(self, line: str) -> None:
         """The model's turns until one has no call; the user plays the functions, one line per result."""
-        self.messages.append({"role": "user", "content": line})
+        content = [*self.images, {"type": "text", "text": line}] if self.images else line
+        self.messages.append({"role": "user", "content": content})
+        self.images = []
         while True:
             with self.console.status("") if self.console.is_terminal else nullcontext():
                 answer = self.model.chat(self.messages, self.tools, self.thinking, self.sampling, self.seed)

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from dgemma_jax.sampling import Sampling
 
 if TYPE_CHECKING:
     from dgemma_jax.api import Model
+    from dgemma_jax.images import PreparedImage
 
 NOT_ASKED_FOR = ("logprobs", "top_logprobs")  # by any flag
 KNOBS = (
@@ -49,13 +50,16 @@ def run(args: Namespace) -> int:
     prompts = _prompts(args.prompts)
 
     model = load_model(args, console)
-    inputs = prompts if args.raw or model.tokenizer is None else [_chat(prompt, model) for prompt in prompts]
+    as_they_are = args.raw or model.tokenizer is None
+    inputs = [(prompt, args.image) if as_they_are else _chat(prompt, args.image or (), model) for prompt in prompts]
     if args.watch:
         from dgemma_jax.cli_watch import watch
 
         events = watch(model, inputs, sampling, args.seed, console)
     else:
-        events = _with_progress(model.events(inputs, sampling, args.seed, slots=args.slots), len(prompts), console)
+        texts, images = zip(*inputs, strict=True)
+        told = model.events(list(texts), sampling, args.seed, images=images, slots=args.slots)
+        events = _with_progress(told, len(prompts), console)
     answers = _Answers(prompts, as_json=args.json)
     try:
         for index, completion in events:
@@ -75,8 +79,8 @@ def _is_batch(args: Namespace) -> bool:
         return False
     if args.output is None:
         raise ValueError("--input needs --output, the file that takes the answers")
-    if args.prompts or args.watch or args.json:
-        raise ValueError("--input takes its prompts from the file; drop PROMPT, --watch and --json")
+    if args.prompts or args.watch or args.json or args.image:
+        raise ValueError("--input takes its prompts from the file; drop PROMPT, --image, --watch and --json")
     return True
 
 
@@ -112,11 +116,10 @@ def _prompts(arguments: list[str]) -> list[str]:
     return prompts
 
 
-def _chat(prompt: str, model: Model) -> list[int]:
-    """One user turn, up to where the model's turn begins."""
-    from dgemma_jax.text import encode_chat
-
-    return encode_chat([{"role": "user", "content": prompt}], model.tokenizer)
+def _chat(prompt: str, images: Sequence[str], model: Model) -> tuple[list[int], list[PreparedImage]]:
+    """One user turn, its images before its text, up to where the model's turn begins."""
+    parts = [*({"type": "image", "image": path} for path in images), {"type": "text", "text": prompt}]
+    return model.reader.conversation([{"role": "user", "content": parts}])[:2]
 
 
 def _with_progress(

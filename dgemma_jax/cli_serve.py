@@ -40,6 +40,7 @@ def run(args: Namespace) -> int:
         import uvicorn  # noqa: F401
 
         from dgemma_jax.serve.app import create_app
+        from dgemma_jax.serve.images import ImageRules
     except ImportError as error:
         raise ValueError(f"serving needs more packages ({error}); pip install 'dgemma-jax[serve]'") from None
     with _bound(args.host, args.port) as listener:
@@ -61,6 +62,7 @@ def run(args: Namespace) -> int:
             max_body_bytes=args.max_body_bytes,
             vllm_metric_names=args.vllm_metric_names,
             log_interval=args.log_interval,
+            images=ImageRules(args.max_images, args.allow_remote_images),
         )
         return serve(app, listener, args.shutdown_timeout)
 
@@ -126,7 +128,7 @@ def _checked(args: Namespace) -> str | None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"{_flag(name)} is {value}; expected more than 0")
-    for name in ("max_queue", "shutdown_timeout"):
+    for name in ("max_queue", "max_images", "shutdown_timeout"):
         if not getattr(args, name) >= 0:
             raise ValueError(f"{_flag(name)} is {getattr(args, name)}; expected 0 or more")
     if not 0 <= args.port < 1 << 16:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -15,17 +15,22 @@ from dgemma_jax.sampling import Sampling
 
 if TYPE_CHECKING:
     from dgemma_jax.api import Model
+    from dgemma_jax.prompts import Prompt
     from dgemma_jax.text.tokenizer import Tokenizer
 
 
 def watch(
-    model: Model, prompts: list[str] | list[list[int]], sampling: Sampling, seed: int | None, console: Console
+    model: Model,
+    prompts: Sequence[tuple[Prompt, Any]],
+    sampling: Sampling,
+    seed: int | None,
+    console: Console,
 ) -> Iterator[tuple[int, Completion]]:
-    """Streams one prompt after the other, draws every draft, and yields (index, completion)."""
-    for index, prompt in enumerate(prompts):
+    """Streams one prompt (with its images) after the other, draws every draft, and yields (index, completion)."""
+    for index, (prompt, images) in enumerate(prompts):
         screen = Screen(model.required_tokenizer)
         with Live(console=console, transient=True, auto_refresh=False) as live:
-            for event in model.stream(prompt, sampling, seed):
+            for event in model.stream(prompt, sampling, seed, images=images):
                 if isinstance(event, Finished):
                     live.stop()
                     yield index, event.completion

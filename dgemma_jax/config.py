@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeGuard
 DTYPES = ("bfloat16", "float32", "float16")
 QUANTIZATIONS = ("int8", "int4")
 INT4_GROUP = 32  # numbers of a row of a weight that share a scale
+BUDGETS = (70, 140, 280, 560, 1120)  # soft tokens that an image may be given
+IMAGE_BLOCKS = ("all", "sliding", "none")
 
 
 def check(ok: bool, name: str, value: object, expected: str) -> None:
@@ -93,7 +95,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The image tower: square patches, `pooling_kernel_size` squared of which are averaged into one soft token."""
+    """The image tower: square patches, `pooling_kernel_size` squared of which are averaged into one soft token.
+
+    max_soft_tokens: what an image is resized to where nothing else is asked for, one of BUDGETS.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -108,6 +113,7 @@ class VisionConfig:
     use_clipped_linears: bool = False
     rms_norm_eps: float = 1e-6
     rope_theta: float = 100.0
+    max_soft_tokens: int = 280
 
     def __post_init__(self) -> None:
         prefix = "vision_config."
@@ -123,6 +129,8 @@ class VisionConfig:
             check(isinstance(getattr(self, name), bool), prefix + name, getattr(self, name), "true or false")
         for name in ("rms_norm_eps", "rope_theta"):
             check(is_positive(getattr(self, name)), prefix + name, getattr(self, name), "a positive number")
+        budgets = "one of " + ", ".join(map(str, BUDGETS))
+        check(self.max_soft_tokens in BUDGETS, "max_soft_tokens", self.max_soft_tokens, budgets)
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,9 @@ class Config:
     context, in tokens. pad_token_id; bos_token_id, image_token_id, boi_token_id, eoi_token_id: None where the model has
     none. dtype: how the weights are stored, and the dtype of the computation. quantization: None, "int8" or "int4": how
     those weights are stored that `dgemma convert --quantize` quantises, see `dgemma_jax.quantization`.
+    image_blocks: where the tokens of an image see each other whatever their order. "all": in all layers, also beyond
+    the window, as in transformers' generate(); "sliding": in sliding layers within the window, as in Gemma 4 of
+    transformers and in google-deepmind/gemma; "none": they are causal like text.
     """
 
     vocab_size: int
@@ -163,6 +174,7 @@ class Config:
     dtype: str = "bfloat16"
     vision: VisionConfig | None = None
     quantization: str | None = None
+    image_blocks: Literal["all", "sliding", "none"] = "all"
 
     def __post_init__(self) -> None:
         _check_sizes(
@@ -176,7 +188,8 @@ class Config:
             _check_heads(f"layer {index}'s ", self.num_attention_heads, layer.num_key_value_heads)
         for name in ("rms_norm_eps", "final_logit_softcapping"):
             check(is_positive(getattr(self, name)), name, getattr(self, name), "a positive number")
-        check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        for name, choices in (("dtype", DTYPES), ("image_blocks", IMAGE_BLOCKS)):
+            check(getattr(self, name) in choices, name, getattr(self, name), "one of " + ", ".join(choices))
         self._check_pairs()
         self._check_quantization()
 

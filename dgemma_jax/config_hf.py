@@ -50,7 +50,6 @@ TEXT_FLAGS = {
     "hidden_size_per_layer_input": (0, None),
     "num_kv_shared_layers": (0, None),
     "tie_word_embeddings": (True,),
-    "use_bidirectional_attention": ("vision", None),
     "use_double_wide_mlp": (False, None),
 }
 VISION_FLAGS = {
@@ -156,6 +155,7 @@ def parse(config: Mapping[str, Any]) -> Config:
         dtype=_dtype(top, text),
         vision=None if vision is None else _vision(vision),
         quantization=quantization,
+        image_blocks=_image_blocks(text, vision is not None),
     )
     _report_unread([section for section in (top, text, vision) if section is not None])
     return result
@@ -272,6 +272,13 @@ def _image_ids(top: _Section, vocab_size: int) -> dict[str, Any]:
     if outside and top.fields.get("vision_config") is not None:
         logger.warning("%s outside the vocabulary of %d: the model takes no images", ", ".join(outside), vocab_size)
     return {name: None if name in outside else value for name, value in ids.items()}
+
+
+def _image_blocks(text: _Section, images: bool) -> str:
+    """Where an image's tokens see each other; in a model that has no images this means nothing and stays "all"."""
+    value = text.take("use_bidirectional_attention")
+    check(value in ("vision", None), text.prefix + "use_bidirectional_attention", value, '"vision" or null')
+    return "none" if value is None and images else "all"
 
 
 def _dtype(top: _Section, text: _Section) -> str:

@@ -7,32 +7,57 @@ are they run operation by operation, which is slow to start but shows every valu
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from dgemma_jax.cache import KVCache
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.random import proposal_uniforms
+from dgemma_jax.image_batch import ImageBatch
 from dgemma_jax.kernels.vocab_head import HeadStats, vocab_head
 from dgemma_jax.kernels.vocab_head import reference as head_reference
 from dgemma_jax.model.transformer import Transformer, merge
+from dgemma_jax.model.vision import place
 from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Hidden, Lengths, Logits, PerRow, RowKeys, Tokens
 
 
 def encode(
-    graph: nnx.GraphDef, params: dict, tokens: Tokens, lengths: Lengths, cache: KVCache
+    graph: nnx.GraphDef,
+    params: dict,
+    tokens: Tokens,
+    lengths: Lengths,
+    cache: KVCache,
+    images: ImageBatch | None = None,
 ) -> tuple[KVCache, Hidden]:
     """Read tokens causally and append them to the cache: prompt prefill, whole or in chunks, and commits.
 
     tokens i32[B,T], rows right-padded; lengths i32[B]: tokens of each row that count (0 leaves a row as it is).
+    images: their soft tokens take the places of the `image_token_id` among the tokens, in order, row after row; an
+    image must lie in one call, and its tokens see each other as `Config.image_blocks` says.
     Returns the cache with lengths added and the final-normed states f[B,T,D]; states of padding mean nothing.
-    Outside jit, raises ValueError for ids outside the vocabulary, lengths outside 0 .. T, and a row that would exceed
-    the cache's capacity; inside jit these are the caller's care.
+    Outside jit, raises ValueError for ids outside the vocabulary, lengths outside 0 .. T, a row that would exceed the
+    cache's capacity, and images that do not fit their places; inside jit these are the caller's care.
     """
     model = merge(graph, params)
     _check_ids("tokens", tokens, cache, model.config)
     _check_lengths(lengths, tokens.shape[1], cache)
-    return model.encode(tokens, lengths, cache)
+    if images is None:
+        return model.encode(tokens, lengths, cache)
+    _check_tower(model.config)
+    holes = (tokens == model.config.image_token_id) & (jnp.arange(tokens.shape[1]) < lengths[:, None])
+    _check_places(images, holes)
+    return model.encode(tokens, lengths, cache, *place(model.vision(images), jnp.asarray(images.counts), holes))
+
+
+def image_features(graph: nnx.GraphDef, params: dict, images: ImageBatch) -> Float[Array, "n Q D"]:
+    """The soft tokens of images, f[n,Q,D] in the text model's width; those of an image beyond its count mean nothing.
+
+    Q is P over the square of the pooling kernel. ValueError if the model has no image tower.
+    """
+    model = merge(graph, params)
+    _check_tower(model.config)
+    return model.vision(images)
 
 
 def denoise_logits(
@@ -131,6 +156,21 @@ def _check_ids(name: str, ids: Array, cache: KVCache, config: Config) -> None:
     low, high = int(jnp.min(ids)), int(jnp.max(ids))
     if low < 0 or high >= config.vocab_size:
         raise ValueError(f"{name} hold id {low if low < 0 else high}; expected ids in 0 .. {config.vocab_size - 1}")
+
+
+def _check_tower(config: Config) -> None:
+    if config.vision is None or config.image_token_id is None:
+        raise ValueError("this model reads no images: its config.json has no vision_config, or no id for images")
+
+
+def _check_places(images: ImageBatch, holes: Array) -> None:
+    if len(images.counts) == 0:
+        raise ValueError("images hold no image; expected at least one, or None")
+    if isinstance(holes, jax.core.Tracer) or isinstance(images.counts, jax.core.Tracer):
+        return
+    places, tokens = int(jnp.sum(holes)), int(np.sum(images.counts))
+    if places != tokens:
+        raise ValueError(f"the tokens hold {places} placeholders of images, which are {tokens} soft tokens together")
 
 
 def _check_lengths(lengths: Array, tokens: int, cache: KVCache) -> None:

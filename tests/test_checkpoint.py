@@ -12,6 +12,7 @@ import tokenizers
 
 from dgemma_jax import checkpoint
 from dgemma_jax.checkpoint import open_checkpoint, resolve
+from dgemma_jax.convert.orbax_files import config_fields
 from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
 from tests.parity.checkpoints import NARROW, WIDE, random_tensors, write
@@ -52,6 +53,27 @@ def test_a_directory_without_tokenizer(directory):
 def test_a_text_path_and_a_model_with_images(tmp_path):
     config, params, _, _ = open_checkpoint(str(write(tmp_path, WIDE)))
     assert config.vision is not None and len(params["vision"]["layers"]) == 2
+
+
+def test_the_processors_file_says_how_many_soft_tokens_an_image_has(tmp_path):
+    """Its patches must be those of the model; a conversion does not fix the number."""
+    directory = write(tmp_path / "model", WIDE)
+    plain = open_checkpoint(directory)[0]
+    assert plain.vision.max_soft_tokens == 280
+    sizes = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    (directory / "preprocessor_config.json").write_text(json.dumps(sizes))
+    assert open_checkpoint(directory)[0].vision.max_soft_tokens == 70
+    (directory / "processor_config.json").write_text(json.dumps({"image_processor": sizes | {"max_soft_tokens": 140}}))
+    chosen = open_checkpoint(directory)[0]
+    assert chosen.vision.max_soft_tokens == 140 and config_fields(chosen) == config_fields(plain)
+    for wrong, message in (
+        (sizes | {"patch_size": 16}, "patch_size is 16, vision_config has 4; they must be the same"),
+        (sizes | {"max_soft_tokens": 100}, "max_soft_tokens is 100; expected one of 70, 140, 280, 560, 1120"),
+        ([1], "holds no settings of an image processor"),
+    ):
+        (directory / "processor_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(directory)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("float16"), np.float32])

@@ -115,6 +115,7 @@ def test_without_raw_the_prompt_is_a_user_turn(loaded, capsys):
         (["w5", "--stop", ""], "stop is ['']; expected a non-empty string"),
         (["w5", "--slots", "0"], "slots is 0"),
         (["w5", "--watch"], "--watch needs a terminal"),
+        (["w5", "--image", "a.png"], "this model reads no images"),
         (["w5", ""], "the prompt is empty"),
         (["w5 " * 600], "601"),
     ],
@@ -173,7 +174,7 @@ class Scripted:
     def __init__(self, *events: tuple[int, Canvas | Finished]) -> None:
         self.played = events
 
-    def events(self, prompts, sampling, seed, slots) -> Iterator[tuple[int, Canvas | Finished]]:
+    def events(self, prompts, sampling, seed, images, slots) -> Iterator[tuple[int, Canvas | Finished]]:
         self.asked = (prompts, sampling, seed, slots)
         yield from self.played
         raise KeyboardInterrupt

@@ -223,9 +223,23 @@ def test_image_ids_outside_the_vocabulary_mean_no_images(caplog):
     assert config.image_token_id is None and "takes no images" in caplog.text
 
 
-def test_a_config_made_by_hand_is_checked_too():
-    with pytest.raises(ValueError, match="sliding_window is 0; expected a positive integer"):
-        dataclasses.replace(tiny(), sliding_window=0)
+def test_images_see_each_other_only_where_the_config_says_so():
+    base = hf_config(WIDE)
+    assert Config.from_hf(base).image_blocks == "all"
+    assert Config.from_hf(changed("text_config/use_bidirectional_attention", None, base)).image_blocks == "none"
+    assert Config.from_hf(changed("text_config/use_bidirectional_attention", None, hf_config(NARROW))).vision is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window is 0; expected a positive integer"),
+        ({"image_blocks": "full"}, "image_blocks is 'full'; expected one of all, sliding, none"),
+    ],
+)
+def test_a_config_made_by_hand_is_checked_too(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(tiny(), **change)
 
 
 JSON = st.recursive(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dgemma_jax.compilation import keep_on_disk
 from dgemma_jax.config import is_int, is_number
@@ -90,14 +90,16 @@ class Engine:
         *,
         tools: Sequence[Mapping] | None = None,
         thinking: bool = False,
+        images: Any = None,
         drafts: int | None = None,
     ) -> Handle:
         """Queue a prompt (text or token ids) or the messages of a conversation, and return at once.
 
-        tools, thinking: for messages, see `Model.chat`. drafts: steps between two Draft events, None for none.
+        tools, thinking: for messages, see `Model.chat`; images: for a prompt, see `Model.generate`. drafts: steps
+        between two Draft events, None for none.
         ValueError for what cannot be answered; RuntimeError if the engine is closed or has failed.
         """
-        return self.submit_request(self.model.request(prompt, sampling, seed, tools, thinking), drafts)
+        return self.submit_request(self.model.request(prompt, sampling, seed, tools, thinking, images), drafts)
 
     def submit_request(self, request: Request, drafts: int | None = None) -> Handle:
         """`submit` for a request that `model.request` has checked; drafts: see there."""

@@ -1,15 +1,17 @@
-"""Encoded prompts kept for later requests that begin with the same tokens."""
+"""Encoded prompts kept for later requests that begin with the same tokens and images."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from dgemma_jax.cache import KVCache
+from dgemma_jax.images.placement import Placed
 
 
 @dataclass(frozen=True)
@@ -45,30 +47,32 @@ class PrefixCache:
         """Of all snapshots."""
         return sum(snapshot.nbytes for snapshot in self._snapshots.values())
 
-    def find(self, ids: tuple[int, ...]) -> Snapshot | None:
+    def find(self, ids: tuple[int, ...], images: Sequence[Placed] = ()) -> Snapshot | None:
         """The longest snapshot that lies strictly inside a prompt: its last token must still be encoded."""
         lengths = {snapshot.length for snapshot in self._snapshots.values() if snapshot.length < len(ids)}
         for length in sorted(lengths, reverse=True):
-            key = _key(ids[:length])
+            key = _key(ids[:length], images)
             if key in self._snapshots:
                 self._snapshots.move_to_end(key)
                 self.hits += 1
                 return self._snapshots[key]
         return None
 
-    def holds(self, ids: tuple[int, ...]) -> bool:
+    def holds(self, ids: tuple[int, ...], images: Sequence[Placed] = ()) -> bool:
         """Whether there is a snapshot right behind these tokens."""
-        return _key(ids) in self._snapshots
+        return _key(ids, images) in self._snapshots
 
-    def add(self, ids: tuple[int, ...], row: KVCache) -> None:
+    def add(self, ids: tuple[int, ...], row: KVCache, images: Sequence[Placed] = ()) -> None:
         """Keep the cache of a row that holds exactly `ids`, unless it alone is larger than the capacity."""
         snapshot = Snapshot(len(ids), row)
         if snapshot.nbytes > self.capacity:
             return
         while self._snapshots and self.nbytes + snapshot.nbytes > self.capacity:
             self._snapshots.popitem(last=False)
-        self._snapshots[_key(ids)] = snapshot
+        self._snapshots[_key(ids, images)] = snapshot
 
 
-def _key(ids: tuple[int, ...]) -> bytes:
-    return hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
+def _key(ids: tuple[int, ...], images: Sequence[Placed]) -> bytes:
+    """Of the tokens, and of the images that lie among them, whose tokens are all the same."""
+    digests = b"".join(image.digest for start, image in images if start < len(ids))
+    return hashlib.sha256(len(ids).to_bytes(8) + np.asarray(ids, np.int32).tobytes() + digests).digest()

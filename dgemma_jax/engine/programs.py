@@ -9,21 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float, Int32
 
 from dgemma_jax.cache import KVCache, cut, grow
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.slots import Slots, admit, advance, idle
 from dgemma_jax.diffusion.step import start
-from dgemma_jax.functional import encode
-from dgemma_jax.shapes import Array, Canvas, RowKeys, RowMask, Tokens
+from dgemma_jax.functional import image_features
+from dgemma_jax.image_batch import ImageBatch
+from dgemma_jax.model.transformer import merge
+from dgemma_jax.shapes import Array, Blocks, Canvas, Hidden, RowKeys, RowMask, Tokens
 
 
 class Programs:
     """Prefill, admit, advance, take, put and grow. What a program returns anew is donated to it: the cache, the slots.
 
-    Each is compiled once per number of slots and cache capacity, prefill also per chunk bucket, advance per Policy.
+    Each is compiled once per number of slots and cache capacity, prefill also per chunk bucket, advance per Policy. Of
+    models that read images also features, once per bucket of patches, and place, per bucket of patches and of tokens.
     """
 
     def __init__(self, graph: nnx.GraphDef, config: Config):
@@ -34,6 +37,8 @@ class Programs:
         self._take = jax.jit(partial(_take_cut, config), static_argnums=2)
         self._put = jax.jit(_put, donate_argnums=0)
         self._idle = jax.jit(partial(idle, config), static_argnums=2)
+        self._features = jax.jit(partial(image_features, graph))
+        self._place = jax.jit(_place)
 
     def compile(self, calls: Sequence[tuple]) -> None:
         """Compile programs side by side; each of `calls` is a name and the arguments of a call that is to come."""
@@ -46,13 +51,30 @@ class Programs:
         return self._idle(keys, knobs, dtype)
 
     def prefill(
-        self, params: dict, cache: KVCache, tokens: Tokens, slot: np.int32, start: np.int32, count: np.int32
+        self,
+        params: dict,
+        cache: KVCache,
+        tokens: Tokens,
+        slot: np.int32,
+        start: np.int32,
+        count: np.int32,
+        soft: Hidden | None = None,
+        blocks: Blocks | None = None,
     ) -> KVCache:
         """Encode the first `count` of tokens i32[1,T] into row `slot`, at positions start, start + 1, ...
 
+        soft f[1,T,D], blocks i32[1,T]: soft tokens of images and where they are, see `Transformer.encode`.
         One row at a time, so that a row's numbers never depend on how long its neighbours' prompts are.
         """
-        return self._prefill(params, cache, tokens, slot, start, count)
+        return self._prefill(params, cache, tokens, slot, start, count, soft, blocks)
+
+    def features(self, params: dict, images: ImageBatch) -> Float[Array, "n Q D"]:
+        """The soft tokens of images, see `functional.image_features`."""
+        return self._features(params, images)
+
+    def place(self, soft: Hidden, features: Float[Array, "1 Q D"], at: np.int32) -> Hidden:
+        """soft f[1,T,D] with an image's soft tokens from place `at` on, as far as they reach."""
+        return self._place(soft, features, at)
 
     def admit(
         self,
@@ -104,9 +126,16 @@ def _prefill(
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
     count: Int32[Array, ""],
+    soft: Hidden | None,
+    blocks: Blocks | None,
 ) -> KVCache:
-    row, _ = encode(graph, params, tokens, count[None], replace(_take(cache, slot), lengths=start[None]))
+    row = replace(_take(cache, slot), lengths=start[None])
+    row, _ = merge(graph, params).encode(tokens, count[None], row, soft, blocks)
     return _put(cache, row, slot)
+
+
+def _place(soft: Hidden, features: Float[Array, "1 Q D"], at: Int32[Array, ""]) -> Hidden:
+    return soft.at[0, at + jnp.arange(features.shape[1])].set(features[0], mode="drop")
 
 
 def _take(cache: KVCache, slot: Int32[Array, ""]) -> KVCache:

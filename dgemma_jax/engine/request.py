@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dgemma_jax.events import Canvas, Completion
+from dgemma_jax.images.placement import Placed
 from dgemma_jax.sampling import Resolved
 from dgemma_jax.text.tokenizer import Tokenizer
 from dgemma_jax.text.turn import Turn, TurnReader
@@ -17,7 +18,7 @@ class Request:
     """A checked prompt with nothing left open: ids, a Sampling without unset fields, its seed, and its token budget.
 
     copy: which of the n answers to the prompt this one is. turn: of a conversation, whose stop strings end the content
-    and not the thoughts or calls before it; None: they end the text as it comes.
+    and not the thoughts or calls before it; None: they end the text as it comes. images: in the order of their places.
     """
 
     ids: tuple[int, ...]
@@ -26,6 +27,7 @@ class Request:
     budget: int
     copy: int = 0
     turn: Turn | None = None
+    images: tuple[Placed, ...] = ()
 
 
 @dataclass

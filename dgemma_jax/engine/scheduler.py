@@ -18,8 +18,10 @@ from dgemma_jax.engine.capacity import cache_bytes
 from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Answer, Request, Top
+from dgemma_jax.engine.soft_tokens import SoftTokens, chunk_end
 from dgemma_jax.engine.stats import EngineStats
 from dgemma_jax.events import Canvas, Draft, Finished
+from dgemma_jax.images.placement import reads_images
 from dgemma_jax.kernels.vocab_head import Likeliest
 from dgemma_jax.memory import free_bytes
 from dgemma_jax.sampling import BUILT_IN, Sampling
@@ -119,6 +121,7 @@ class Scheduler:
             raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free: lower it")
         self.cache = init_cache(config, slots, capacity, self.dtype)
         self.prefixes, self.stats = PrefixCache(0), EngineStats(slots=slots)
+        self.soft_tokens = SoftTokens(config, programs, params, self.dtype) if reads_images(config) else None
         self.slots = programs.idle(jnp.stack([key_from_seed(0)] * slots), Knobs.of([BUILT_IN] * slots), self.dtype)
 
     @property
@@ -199,25 +202,35 @@ class Scheduler:
         job = pending[0]
         if not job.encoded:
             self._restore(job)
-        chunk = np.asarray(job.request.ids[job.encoded : job.encoded + self.prefill_chunk], np.int32)
-        self._make_room(job.encoded + len(chunk))
-        size = next(size for size in chunk_sizes(self.prefill_chunk) if size >= len(chunk))
-        tokens = np.zeros((1, size), np.int32)
+        ids, images = job.request.ids, job.request.images
+        end = chunk_end(images, job.encoded, min(job.encoded + self.prefill_chunk, len(ids)))
+        chunk = np.asarray(ids[job.encoded : end], np.int32)
+        self._make_room(end)
+        tokens = np.zeros((1, padded_size(len(chunk), self.prefill_chunk)), np.int32)
         tokens[0, : len(chunk)] = chunk
         where = np.int32([job.slot, job.encoded, len(chunk)])
         with self.stats.clock("device_seconds"):
-            self.cache = self.programs.prefill(self.params, self.cache, tokens, *where)
-        job.encoded += len(chunk)
+            soft = self.soft_tokens.of_chunk(images, job.encoded, tokens.shape[1]) if self.soft_tokens else ()
+            self.cache = self.programs.prefill(self.params, self.cache, tokens, *where, *soft)
+        job.encoded = end
         if job.encoded == len(job.request.ids):
             self._keep(job)
             self._begin(job)
             self.stats.prompt_tokens += job.encoded
             self.stats.cached_tokens += job.answer.cached_tokens
+            self._forget_images()
         return len(pending) > 1 or not job.at_work
+
+    def _forget_images(self) -> None:
+        """Keep the soft tokens of prompts that are still to be encoded."""
+        if self.soft_tokens:
+            self.stats.images = self.soft_tokens.seen
+            pending = [job for job in (*self.waiting, *self.jobs) if job is not None and not job.at_work]
+            self.soft_tokens.keep(image for job in pending for image in job.request.images)
 
     def _restore(self, job: Job) -> None:
         """Begin with the longest prefix of the prompt that was encoded before."""
-        found = self.prefixes.find(job.request.ids)
+        found = self.prefixes.find(job.request.ids, job.request.images)
         if found is None:
             return
         self._make_room(found.row.capacity)
@@ -227,18 +240,22 @@ class Scheduler:
 
     def _keep(self, job: Job) -> None:
         """Keep the encoded prompt for requests that go on from there."""
-        if self.prefixes.capacity and not self.prefixes.holds(job.request.ids):
+        ids, images = job.request.ids, job.request.images
+        if self.prefixes.capacity and not self.prefixes.holds(ids, images):
             row = self.programs.take(self.cache, np.int32(job.slot), self._bucket(job.encoded))
-            self.prefixes.add(job.request.ids, row)
+            self.prefixes.add(ids, row, images)
 
     def warmup(self) -> int:
         """Compile, before the first request, what serving needs; returns how many programs. The cache must be fixed."""
         nobody, one = np.zeros(len(self.jobs), bool), np.int32(1)
-        tokens = [np.zeros((1, size), np.int32) for size in chunk_sizes(self.prefill_chunk)]
+        sizes = chunk_sizes(self.prefill_chunk)
+        soft = {size: self.soft_tokens.of_chunk((), 0, size) if self.soft_tokens else () for size in sizes}
+        chunk = lambda size: np.zeros((1, size), np.int32)  # noqa: E731
         calls = [
             ("advance", self.policy, self.params, self.cache, self.slots, nobody, nobody, one),
             ("admit", self.slots, one, *admission(self.config, BUILT_IN, key_from_seed(0))),
-            *(("prefill", self.params, self.cache, chunk, one, one, one) for chunk in tokens),
+            *(("prefill", self.params, self.cache, chunk(size), one, one, one, *soft[size]) for size in sizes),
+            *(self.soft_tokens.calls(sizes) if self.soft_tokens else ()),
         ]
         self.programs.compile(calls)
         return len(calls)
@@ -321,6 +338,13 @@ def draft_interval(value: int | None) -> int | None:
     if value is not None and not is_int(value, 1):
         raise ValueError(f"drafts is {value!r}; expected a positive number of steps, or None")
     return value
+
+
+def padded_size(tokens: int, largest: int) -> int:
+    """The padded length of a chunk; beyond `largest`, where an image takes it, `largest` times a power of two."""
+    while tokens > largest:
+        largest *= 2
+    return next(size for size in chunk_sizes(largest) if size >= tokens)
 
 
 def chunk_sizes(largest: int) -> list[int]:

@@ -16,8 +16,9 @@ class EngineStats:
     encoded, cached_tokens: those of them that an earlier request had encoded. tokens, canvases, denoising_steps: of
     finished canvases. commits: passes that encoded a finished canvas, counted by request. slots: how many there are;
     waiting, running: requests without a slot and with one, now. prefix_hits: prompts that began with a kept one.
-    compilations: of the whole process, see `dgemma_jax.compilation`. busy_seconds: inside `Scheduler.advance`;
-    device_seconds: the part of it spent in programs of the device and in waiting for them.
+    images: that went through the image tower. compilations: of the whole process, see `dgemma_jax.compilation`.
+    busy_seconds: inside `Scheduler.advance`; device_seconds: the part of it spent in programs of the device and in
+    waiting for them.
     """
 
     requests: int = 0
@@ -34,6 +35,7 @@ class EngineStats:
     waiting: int = 0
     running: int = 0
     prefix_hits: int = 0
+    images: int = 0
     compilations: int = 0
     busy_seconds: float = 0.0
     device_seconds: float = 0.0

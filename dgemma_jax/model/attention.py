@@ -8,7 +8,7 @@ from dgemma_jax.kernels.matmul import matmul
 from dgemma_jax.kernels.mixed_attention import mixed_attention
 from dgemma_jax.kernels.quantized import Weight, as_matrix
 from dgemma_jax.model.layers import RMSNorm, rms_norm, rotate, weight
-from dgemma_jax.shapes import Array, CachedKeys, Hidden, Keys, Lengths, Queries, RowMask
+from dgemma_jax.shapes import Array, Blocks, CachedKeys, Hidden, Keys, Lengths, Queries, RowMask
 
 
 class Attention(nnx.Module):
@@ -30,6 +30,9 @@ class Attention(nnx.Module):
         self.window = config.sliding_window if layer.kind == "sliding" else None
         self.head_dim = H
         self.implementation, self.dense = implementation, dense
+        # Where the tokens of an image see each other, see `Config.image_blocks`.
+        self.blocks = config.image_blocks == "all" or (config.image_blocks == "sliding" and layer.kind == "sliding")
+        self.clip_blocks = config.image_blocks == "sliding"
 
     def project(self, x: Hidden, table: Float32[Array, "2 B T h"]) -> tuple[Array, Keys, Keys]:
         """q f[B,T,N,H], k and v f[B,T,K,H] of normed layer inputs; norm before rotation."""
@@ -46,11 +49,14 @@ class Attention(nnx.Module):
         prefix_length: Lengths,
         own_length: Lengths,
         causal: RowMask,
+        blocks: Blocks | None = None,
     ) -> tuple[Hidden, Keys, Keys]:
         """The layer's attention output and the pass's own keys and values, for whoever writes them to the cache."""
         q, k, v = self.project(x, table)
         rows = (prefix_length, own_length, causal)
         how = {"window": self.window, "implementation": self.implementation}
+        if blocks is not None and self.blocks:
+            how |= {"blocks": blocks, "clip_blocks": self.clip_blocks}
         out = mixed_attention(q, k, v, prefix_k, prefix_v, *rows, **how)
         joined = out.reshape(-1, out.shape[2] * out.shape[3])
         return matmul(joined, as_matrix(self.o[...], inputs=2), implementation=self.dense).reshape(x.shape), k, v

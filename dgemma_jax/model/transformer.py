@@ -16,7 +16,7 @@ from dgemma_jax.model.experts import Experts, Router
 from dgemma_jax.model.layers import MLP, Embedder, QuantizedWeight, RMSNorm, rms_norm, rotary_table, weight
 from dgemma_jax.model.vision import VisionTower
 from dgemma_jax.quantization import quantized_spec
-from dgemma_jax.shapes import Canvas, CanvasHidden, Hidden, Lengths, RowMask
+from dgemma_jax.shapes import Blocks, Canvas, CanvasHidden, Hidden, Lengths, RowMask
 
 LAYER_NORMS = (
     "input_norm",
@@ -97,14 +97,21 @@ class Transformer(nnx.Module):
         self.layers = nnx.List([Layer(config, layer, dtype, implementations) for layer in config.layers])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if config.vision is not None:
-            self.vision = VisionTower(config, config.vision, dtype)
+            self.vision = VisionTower(config, config.vision, dtype, implementations.attention)
         if config.quantization is not None:
             quantize_weights(self, config.quantization)
 
-    def encode(self, tokens: Canvas, lengths: Lengths, cache: KVCache) -> tuple[KVCache, Hidden]:
-        """Causal pass over the first lengths[b] tokens of each row, appended to the cache; final-normed states."""
-        causal = jnp.ones(tokens.shape[0], bool)
-        return self.run(self.embedder(tokens), cache, lengths, causal, keep=lengths)
+    def encode(
+        self, tokens: Canvas, lengths: Lengths, cache: KVCache, soft: Hidden | None = None, blocks: Blocks | None = None
+    ) -> tuple[KVCache, Hidden]:
+        """Causal pass over the first lengths[b] tokens of each row, appended to the cache; final-normed states.
+
+        blocks: which image a token belongs to, 0 for text. Soft tokens take the place of those embeddings, unscaled.
+        """
+        causal, x = jnp.ones(tokens.shape[0], bool), self.embedder(tokens)
+        if blocks is not None:
+            x = jnp.where((blocks != 0)[..., None], soft.astype(x.dtype), x)
+        return self.run(x, cache, lengths, causal, keep=lengths, blocks=blocks)
 
     def denoise(self, canvas: Canvas, cache: KVCache, soft: CanvasHidden | None) -> CanvasHidden:
         """Bidirectional pass over the canvas behind the cached prefix; the cache is only read."""
@@ -126,7 +133,14 @@ class Transformer(nnx.Module):
         return self.run(x, cache, whole, committing, keep=jnp.where(committing, C, 0))
 
     def run(
-        self, x: Hidden, cache: KVCache, own_length: Lengths, causal: RowMask, *, keep: Lengths | None
+        self,
+        x: Hidden,
+        cache: KVCache,
+        own_length: Lengths,
+        causal: RowMask,
+        *,
+        keep: Lengths | None,
+        blocks: Blocks | None = None,
     ) -> tuple[KVCache, Hidden]:
         """All layers and the final norm; the keys and values of the first keep[b] positions go to the cache."""
         positions = cache.lengths[:, None] + jnp.arange(x.shape[1])
@@ -137,7 +151,7 @@ class Transformer(nnx.Module):
         for spec, layer, prefix_k, prefix_v in zip(self.config.layers, self.layers, cache.k, cache.v, strict=True):
             table = tables[spec.kind, spec.head_dim]
             out, k, v = layer.attention(
-                layer.input_norm(x), table, prefix_k, prefix_v, cache.lengths, own_length, causal
+                layer.input_norm(x), table, prefix_k, prefix_v, cache.lengths, own_length, causal, blocks
             )
             x = layer.feed_forward(x + layer.post_attention_norm(out)) * layer.scalar(causal)
             if keep is not None:

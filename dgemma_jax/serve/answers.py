@@ -12,6 +12,7 @@ from dgemma_jax.engine.request import Request
 from dgemma_jax.events import Canvas, Completion, Draft, Finished
 from dgemma_jax.serve import responses
 from dgemma_jax.serve.errors import APIError
+from dgemma_jax.serve.images import ImageRules
 from dgemma_jax.serve.protocol import ChatRequest, CompletionRequest, NamedChoice
 from dgemma_jax.serve.reading import ChatReader, Reader, TextReader
 from dgemma_jax.serve.tool_choice import CALL, FirstCall
@@ -66,7 +67,7 @@ class Answer:
         return "length"
 
 
-def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
+def chat_answers(engine: Engine, body: ChatRequest, images: ImageRules) -> list[Answer]:
     """The answers to a conversation, not yet begun. ValueError for what cannot be answered."""
     model, choice, functions = engine.model, body.tool_choice, body.functions()
     names = [tool["function"]["name"] for tool in functions]
@@ -83,7 +84,8 @@ def chat_answers(engine: Engine, body: ChatRequest) -> list[Answer]:
     tokenizer = model.required_tokenizer
     if choice == "none" and CALL in tokenizer.special_ids:
         sampling = replace(sampling, suppress=(*model.defaults.suppress, tokenizer.special_ids[CALL]))
-    request = model.request(body.conversation(), sampling, body.seed, tools, body.thinking)
+    messages = images.apply(body.conversation(), model.config)
+    request = model.request(messages, sampling, body.seed, tools, body.thinking)
     assert request.turn is not None  # messages make one
     turn = request.turn._replace(calls=tools is not None)
     request = replace(request, turn=turn)

@@ -22,6 +22,7 @@ from dgemma_jax.serve import errors, metrics, responses
 from dgemma_jax.serve.answers import Answer, TokenTexts, chat_answers, text_answers
 from dgemma_jax.serve.errors import APIError
 from dgemma_jax.serve.formats import ChatFormat, Format, TextFormat
+from dgemma_jax.serve.images import ImageRules
 from dgemma_jax.serve.lifecycle import Lifecycle, Ticket, detached
 from dgemma_jax.serve.protocol import REFUSED, ChatRequest, CompletionRequest, Ignored
 from dgemma_jax.serve.streaming import ClientGone, EventStream, Limit, attended, left, together
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
     from dgemma_jax.engine.engine import Engine
 
 STATIC = Path(__file__).parent / "static"
+DEFAULT_RULES = ImageRules()
 IGNORED_HEADER = "X-Ignored-Fields"
 T = TypeVar("T")
 # The page runs its own scripts and talks to its own server, whatever a model makes it show.
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
@@ -62,11 +64,12 @@ def create_app(
     max_body_bytes: int = 16 << 20,
     vllm_metric_names: bool = False,
     log_interval: float = 10.0,
+    images: ImageRules = DEFAULT_RULES,
 ) -> FastAPI:
     """The server of one engine; `app.state.lifecycle` is its Lifecycle.
 
     model_name: what clients call the model. api_key: demanded on every /v1 route and /metrics, None for none.
-    max_queue: answers that may wait for a slot. request_timeout, log_interval: seconds.
+    max_queue: answers that may wait for a slot. request_timeout, log_interval: seconds. images: which are read.
     """
     counted = metrics.Metrics(vllm_metric_names, model_name, engine.model.config.canvas_length)
     log = metrics.LogLine(vllm_metric_names, engine.model.config.canvas_length, engine.stats)
@@ -88,14 +91,14 @@ def create_app(
     app.state.lifecycle = lifecycle
     errors.install(app)
     app.add_middleware(Gatekeeper, api_key=api_key, max_body_bytes=max_body_bytes, limit=request_timeout)
-    _add_completions(app, _Service(engine, model_name, lifecycle, request_timeout))
+    _add_completions(app, _Service(engine, model_name, lifecycle, request_timeout), images)
     _add_models(app, engine, model_name)
     _add_probes(app, lifecycle)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app
 
 
-def _add_completions(app: FastAPI, service: _Service) -> None:
+def _add_completions(app: FastAPI, service: _Service, images: ImageRules) -> None:
     streamed: dict[int | str, dict[str, Any]] = {
         200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
     }
@@ -103,7 +106,7 @@ def _add_completions(app: FastAPI, service: _Service) -> None:
     @app.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=streamed)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """The next turn of a conversation."""
-        return await service.respond(request, body, chat_answers, ChatFormat)
+        return await service.respond(request, body, partial(chat_answers, images=images), ChatFormat)
 
     @app.post("/v1/completions", response_model=responses.TextCompletion, responses=streamed)
     async def completions(body: CompletionRequest, request: Request) -> Response:

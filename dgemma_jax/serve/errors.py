@@ -117,6 +117,10 @@ def _invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     if first["type"] == "extra_forbidden":
         why = REFUSED[name].why if name in REFUSED else "there is no such field; /docs lists what there is"
         return APIError(400, f"{param!s:.200} cannot be honoured: {why}", param[:200])
+    if first["type"] == "union_tag_invalid":  # of a message's part
+        kind, known = _SHORT.repr(first["ctx"]["tag"]), first["ctx"]["expected_tags"]
+        why = f"expected {known}; the model reads text and images, no audio, no video and no files"
+        return APIError(400, f"{param!s:.200}.type is {kind}: {why}", f"{param[:200]}.type")
     expected = dict.fromkeys(problem["msg"] for problem, own in zip(problems, paths, strict=True) if own == path)
     return APIError(400, f"{param!s:.200} is {_SHORT.repr(first['input'])}: {'; or: '.join(expected)}", param[:200])
 

@@ -181,7 +181,18 @@ class TextPart(Strict):
     cache_control: NoEffect = None
 
 
-Part = TextPart  # of a message
+class ImageURL(Strict):
+    url: str = Field(description="data:image/TYPE;base64,...; http and https where the server fetches them")
+    detail: NoEffect = None
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageURL
+    cache_control: NoEffect = None
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]  # of a message
 
 
 class Message(Strict):

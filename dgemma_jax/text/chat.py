@@ -94,10 +94,11 @@ def _system_turn(out: Segments, message: Mapping | None, tools, thinking: bool) 
     if isinstance(content, str):
         out.text(content.strip())
     else:
-        for kind, text in _parts(content, "messages[0].content"):
-            if kind != "text":
+        for part in _parts(content, "messages[0].content"):
+            if part["type"] != "text":
+                kind = part["type"]
                 raise ValueError(f"messages[0].content: expected text in the system message, got {kind!r}; move it")
-            out.text(text.strip() + " ")
+            out.text(_text(part).strip() + " ")
     for index, tool in enumerate(tools):
         declare(tool, out, f"tools[{index}]")
     out.control("<turn|>").text("\n")
@@ -175,23 +176,25 @@ class _Turns:
             _response(self.out, name, content)
             return
         parts = _parts(content, f"messages[{index}].content")
-        _response(self.out, name, "".join(text for kind, text in parts if kind == "text"))
-        for kind, _ in parts:
-            if kind != "text":
-                self.out.control(PLACEHOLDERS[kind])
+        _response(self.out, name, "".join(_text(part) for part in parts if part["type"] == "text"))
+        for part in parts:
+            if part["type"] != "text":
+                self.out.medium(part)
 
     def _content(self, message: Mapping, index: int, model: bool) -> bool:
         """Writes the content; true if there was any."""
         content = message.get("content") or ""
-        parts = [("text", content)] if isinstance(content, str) else _parts(content, f"messages[{index}].content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
         spoke = False
-        for kind, text in parts:
-            text = (_without_thoughts(text) if model else text).strip()
-            spoke = spoke or kind != "text" or bool(text)
-            if kind != "text":
-                self.out.control(PLACEHOLDERS[kind])
-            elif text:
-                self.out.text(text)
+        for part in _parts(content, f"messages[{index}].content"):
+            if part["type"] != "text":
+                self.out.medium(part)
+                spoke = True
+                continue
+            text = (_without_thoughts(_text(part)) if model else _text(part)).strip()
+            self.out.text(text)
+            spoke = spoke or bool(text)
         return spoke
 
     def _refuse_orphan(self, index: int) -> None:
@@ -201,22 +204,23 @@ class _Turns:
         )
 
 
-def _parts(content, path: str) -> list[tuple[str, str]]:
-    """(kind, text) of content given as a list of parts."""
+def _parts(content, path: str) -> Sequence[Mapping]:
+    """Content given as a list of parts, checked."""
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ValueError(f"{path}: expected a string or a list of parts, got {type(content).__name__}")
-    parts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or (kind != "text" and kind not in PLACEHOLDERS):
             raise ValueError(
                 f"{path}[{index}].type: expected text, {', '.join(PLACEHOLDERS)}; got {kind or part!r:.60}"
             )
-        text = (part.get("text") or "") if kind == "text" else ""
-        if not isinstance(text, str):
-            raise ValueError(f"{path}[{index}].text: expected a string, got {text!r:.60}")
-        parts.append((kind, text))
-    return parts
+        if kind == "text" and not isinstance(part.get("text"), str | None):
+            raise ValueError(f"{path}[{index}].text: expected a string, got {part['text']!r:.60}")
+    return content
+
+
+def _text(part: Mapping) -> str:
+    return part.get("text") or ""
 
 
 def _call(out: Segments, call: Mapping, path: str, new: bool) -> None:

@@ -18,10 +18,14 @@ _BARE_KEY = re.compile(r"""[^\s:,{}\[\]<"'][^:,{}\[\]<]*(?<!\s)""")
 
 
 class Segments:
-    """Collects strings, each a control token or text; neighbouring texts are one, so that they are encoded together."""
+    """Collects strings, each a control token or text; neighbouring texts are one, so that they are encoded together.
+
+    media: the parts of messages that placeholders stand for, in the order of the placeholders.
+    """
 
     def __init__(self):
         self._parts: list[tuple[list[str], bool]] = []  # the pieces of each, joined once at the end
+        self.media: list[Mapping] = []
 
     @property
     def parts(self) -> list[tuple[str, bool]]:
@@ -38,6 +42,11 @@ class Segments:
     def control(self, token: str) -> "Segments":
         self._parts.append(([token], True))
         return self
+
+    def medium(self, part: Mapping) -> "Segments":
+        """The placeholder of a part that is no text."""
+        self.media.append(part)
+        return self.control(PLACEHOLDERS[part["type"]])
 
     def quoted(self, string: str, path: str | None = None) -> "Segments":
         """`string` between delimiters. The grammar has no escape: a delimiter inside becomes a plain quote, or is

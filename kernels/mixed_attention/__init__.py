@@ -6,14 +6,14 @@ from dgemma_jax.kernels.mixed_attention import reference, xla
 from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
 
 
-def _pallas(*arguments: Array | None, window: int | None) -> tuple[Queries, LogSums]:
+def _pallas(*arguments: Array | None, window: int | None, clip_blocks: bool = False) -> tuple[Queries, LogSums]:
     """`pallas.mixed_attention`, whose backend is a fifth of a second to import: only for those who choose it."""
     from dgemma_jax.kernels.mixed_attention import pallas
 
-    return pallas.mixed_attention(*arguments, window=window)
+    return pallas.mixed_attention(*arguments, window=window, clip_blocks=clip_blocks)
 
 
-def _triton(*arguments: Array | None, window: int | None) -> tuple[Queries, LogSums]:
+def _triton(*arguments: Array | None, window: int | None, clip_blocks: bool = False) -> tuple[Queries, LogSums]:
     """`triton.mixed_attention`, for those who have installed what it needs. ValueError for those who have not."""
     try:
         import jax_triton  # noqa: F401
@@ -24,7 +24,7 @@ def _triton(*arguments: Array | None, window: int | None) -> tuple[Queries, LogS
             "mixed_attention: implementation 'triton' needs jax-triton and jax for CUDA; "
             f"pip install 'dgemma-jax[triton,cuda13]' ({error})"
         ) from None
-    return twin(*arguments, window=window)
+    return twin(*arguments, window=window, clip_blocks=clip_blocks)
 
 
 IMPLEMENTATIONS: dict[str, Any] = {
@@ -47,6 +47,7 @@ def mixed_attention(
     *,
     window: int | None,
     blocks: Blocks | None = None,
+    clip_blocks: bool = False,
     return_lse: bool = False,
     implementation: Literal["auto", "reference", "xla", "pallas", "triton"] = "auto",
 ) -> Queries | tuple[Queries, LogSums]:
@@ -58,7 +59,7 @@ def mixed_attention(
     window: keys a query sees in a sliding layer, None in a full layer. Query head n reads K/V head n // (N // K).
     blocks i32[B,T]: the image that an own token belongs to, 0 for text; the tokens of one image are adjacent, those of
     the next have another id. In causal rows they see each other whatever their order and the window, in both kinds of
-    layers; an image must lie in one pass.
+    layers; an image must lie in one pass. clip_blocks: there, too, a query sees no key older than the window.
     return_lse: also give the log-sum-exp f32[B,T,N] of each query's scores, natural, for merging with other keys.
     implementation: a name of IMPLEMENTATIONS, or auto for what runs everywhere. ValueError for any other.
     A query that sees no key gives zeros, and -inf; slots never written are never read, whatever they hold.
@@ -70,5 +71,6 @@ def mixed_attention(
             f"mixed_attention: implementation {name!r} is unknown; choose from auto, {', '.join(IMPLEMENTATIONS)}"
         )
     rows = prefix_length, own_length, causal, blocks
-    out, log_sums = IMPLEMENTATIONS[name](q, k, v, prefix_k, prefix_v, *rows, window=window)
+    how = {"window": window, "clip_blocks": clip_blocks}
+    out, log_sums = IMPLEMENTATIONS[name](q, k, v, prefix_k, prefix_v, *rows, **how)
     return (out, log_sums) if return_lse else out

@@ -30,6 +30,7 @@ def mixed_attention(
     blocks: Blocks | None = None,
     *,
     window: int | None,
+    clip_blocks: bool = False,
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> tuple[Queries, LogSums]:
@@ -41,7 +42,8 @@ def mixed_attention(
     K, S = k.shape[2], prefix_k.shape[1]
     launch = launch_for(B, T, N, K, H, S, q.dtype.itemsize, tile, splits)
     tokens, heads, width, splits = launch.tokens, launch.heads, launch.width, launch.splits
-    ranges = key_ranges(prefix_length, own_length, causal, blocks, slots=S, tokens=T, window=window)
+    sizes = {"slots": S, "tokens": T, "window": window, "clip_blocks": clip_blocks}
+    ranges = key_ranges(prefix_length, own_length, causal, blocks, **sizes)
 
     number = pl.BlockSpec((None,), lambda i, h, n: (n // splits,))
     bounds = pl.BlockSpec((None, tokens), lambda i, h, n: (n // splits, i))

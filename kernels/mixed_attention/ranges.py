@@ -31,6 +31,7 @@ def key_ranges(
     slots: int,
     tokens: int,
     window: int | None,
+    clip_blocks: bool = False,
 ) -> Ranges:
     """The ranges that `reference.visible` and `reference.same_block` describe pair by pair."""
     query = jnp.arange(tokens, dtype=jnp.int32)[None, :]
@@ -42,7 +43,8 @@ def key_ranges(
         first = jnp.maximum(last - window, 0)
     if blocks is not None:
         begin, end = _runs(blocks)
-        first = jnp.where(blocks != 0, jnp.minimum(first, begin), first)
+        if not clip_blocks:
+            first = jnp.where(blocks != 0, jnp.minimum(first, begin), first)
         last = jnp.where(blocks != 0, end, last)
     first = jnp.where(order, first, 0)
     last = jnp.minimum(jnp.where(order, last, tokens), own_length[:, None])

@@ -47,7 +47,8 @@ def same_block(blocks: Blocks) -> Bool[Array, "B T T"]:
     """Whether two tokens lie in one image, a run of adjacent tokens with the same id other than 0.
 
     A causal query sees its own image whole, later tokens and those outside the window included, in both kinds of
-    layers: transformers joins this mask to the causal one after the window has been applied to that.
+    layers: transformers joins this mask to the causal one after the window has been applied to that. (Its Gemma 4 joins
+    them before, in sliding layers alone: clip_blocks.)
     """
     run = jnp.cumsum(blocks != jnp.roll(blocks, 1, axis=1), axis=1)
     return (run[:, :, None] == run[:, None, :]) & (blocks != 0)[:, None, :]
@@ -65,6 +66,7 @@ def mixed_attention(
     blocks: Blocks | None = None,
     *,
     window: int | None,
+    clip_blocks: bool = False,
 ) -> tuple[Queries, LogSums]:
     """See `dgemma_jax.kernels.mixed_attention.mixed_attention`; the softmax is in fp32, unscaled."""
     B, T, N, H = q.shape
@@ -72,6 +74,8 @@ def mixed_attention(
     cached, own = visible(prefix_length, own_length, causal, S, T, window)
     if blocks is not None:
         counts = (jnp.arange(T) < own_length[:, None])[:, None, :]
+        if window is not None and clip_blocks:
+            counts &= jnp.arange(T) > jnp.arange(T)[:, None] - window
         own |= same_block(blocks) & counts & causal[:, None, None]
     # A slot that was never written may hold anything, NaN included: 0 * NaN would still poison the sum.
     written = slot_positions(prefix_length, S) >= 0

@@ -28,6 +28,7 @@ def mixed_attention(
     blocks: Blocks | None = None,
     *,
     window: int | None,
+    clip_blocks: bool = False,
     capability: int | None = None,
 ) -> tuple[Queries, LogSums]:
     """See `dgemma_jax.kernels.mixed_attention.mixed_attention`; ImportError without jax-triton, ValueError without GPU.
@@ -39,7 +40,8 @@ def mixed_attention(
     capability = capability or device_capability()
     slots, tokens = prefix_k.shape[1], q.shape[1]
     launch, constants, outputs = call_for(q, k, prefix_k)
-    ranges = key_ranges(prefix_length, own_length, causal, blocks, slots=slots, tokens=tokens, window=window)
+    sizes = {"slots": slots, "tokens": tokens, "window": window, "clip_blocks": clip_blocks}
+    ranges = key_ranges(prefix_length, own_length, causal, blocks, **sizes)
     parts = jax_triton.triton_call(
         *(prefix_length, ranges.cached, ranges.first, ranges.last, q, k, v, prefix_k, prefix_v),
         kernel=attend,

@@ -48,12 +48,14 @@ def mixed_attention(
     blocks: Blocks | None = None,
     *,
     window: int | None,
+    clip_blocks: bool = False,
     block: int = BLOCK,
 ) -> tuple[Queries, LogSums]:
     """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. block: queries and keys taken at once."""
     B, T, N, H = q.shape
     K, S = k.shape[2], prefix_k.shape[1]
-    ranges = key_ranges(prefix_length, own_length, causal, blocks, slots=S, tokens=T, window=window)
+    sizes = {"slots": S, "tokens": T, "window": window, "clip_blocks": clip_blocks}
+    ranges = key_ranges(prefix_length, own_length, causal, blocks, **sizes)
     prefix = Prefix(prefix_k, prefix_v, prefix_length)
     grouped = q.reshape(B, T, K, N // K, H)
     if block >= T:

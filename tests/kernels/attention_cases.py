@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def by_hand(q, k, v, past_k, past_v, own_length, causal, window, blocks):
+def by_hand(q, k, v, past_k, past_v, own_length, causal, window, blocks, clip_blocks=False):
     """Output and log-sum-exp of one row, float64: past_k and past_v hold every earlier position, nothing is a ring."""
     length, (tokens, heads, width) = len(past_k), q.shape
     out, log_sums = np.zeros((tokens, heads, width)), np.full((tokens, heads), -np.inf)
@@ -12,6 +12,7 @@ def by_hand(q, k, v, past_k, past_v, own_length, causal, window, blocks):
         own = [j for j in range(own_length) if not causal or (j <= t and (window is None or j > t - window))]
         if causal and blocks[t]:
             image = {j for j in range(own_length) if (blocks[min(j, t) : max(j, t) + 1] == blocks[t]).all()}
+            image = {j for j in image if not clip_blocks or j > t - window}
             own = sorted(image.union(own))
         keys, values = np.concatenate([past_k[first:], k[own]]), np.concatenate([past_v[first:], v[own]])
         for head in range(heads if len(keys) else 0):
@@ -23,10 +24,23 @@ def by_hand(q, k, v, past_k, past_v, own_length, causal, window, blocks):
     return out, log_sums
 
 
-def case(seed, lengths, own, causal, window, slots, *, dtype=np.float32, tokens=6, heads=(4, 2, 16), blocks=None):
+def case(
+    seed,
+    lengths,
+    own,
+    causal,
+    window,
+    slots,
+    *,
+    dtype=np.float32,
+    tokens=6,
+    heads=(4, 2, 16),
+    blocks=None,
+    clip_blocks=False,
+):
     """Arguments of the op, in its order, and what it gives; slots that were never written hold NaN.
 
-    heads: N, K, H. blocks: lists of image ids by row, or None for none at all.
+    heads: N, K, H. blocks: lists of image ids by row, or None for none at all; clip_blocks: as in the op.
     """
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.normal(0, 0.5, shape).astype(dtype)  # noqa: E731
@@ -40,7 +54,7 @@ def case(seed, lengths, own, causal, window, slots, *, dtype=np.float32, tokens=
         kept = np.arange(max(0, length - slots), length)
         prefix_k[b, kept % slots], prefix_v[b, kept % slots] = past_k[kept], past_v[kept]
         exact = (x.astype(np.float64) for x in (q[b], k[b], v[b], past_k, past_v))
-        expected.append(by_hand(*exact, own[b], causal[b], window, ids[b]))
+        expected.append(by_hand(*exact, own[b], causal[b], window, ids[b], clip_blocks))
     rows = (np.array(lengths, np.int32), np.array(own, np.int32), np.array(causal))
     out, log_sums = map(np.stack, zip(*expected, strict=True))
     return (q, k, v, prefix_k, prefix_v, *rows, None if blocks is None else ids), (out, log_sums)

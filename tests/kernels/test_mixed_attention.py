@@ -30,15 +30,16 @@ UNDER_TEST = {
 every_implementation = pytest.mark.parametrize("implementation", UNDER_TEST)
 # Unoptimised: nearly all of the time goes into compiling, not into these few numbers.
 compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-RUN = {name: compiled(function, static_argnames="window") for name, function in UNDER_TEST.items()}
+STATIC = ("window", "clip_blocks")
+RUN = {name: compiled(function, static_argnames=STATIC) for name, function in UNDER_TEST.items()}
 
 
-def run(implementation, inputs, window):
-    return RUN[implementation](*jax.tree.map(jnp.asarray, inputs), window=window)
+def run(implementation, inputs, window, clip_blocks=False):
+    return RUN[implementation](*jax.tree.map(jnp.asarray, inputs), window=window, clip_blocks=clip_blocks)
 
 
-def check(implementation, inputs, expected, window, tolerance):
-    out, log_sums = run(implementation, inputs, window)
+def check(implementation, inputs, expected, window, tolerance, clip_blocks=False):
+    out, log_sums = run(implementation, inputs, window, clip_blocks)
     assert out.dtype == inputs[0].dtype
     assert log_sums.dtype == jnp.float32
     worst = errors((out, log_sums), inputs, expected)
@@ -132,11 +133,12 @@ IMAGES = [
 
 
 @every_implementation
-@pytest.mark.parametrize("window", [None, W])
-def test_the_tokens_of_an_image_see_each_other(implementation, window):
+@pytest.mark.parametrize(("window", "clip"), [(None, False), (W, False), (W, True)])
+def test_the_tokens_of_an_image_see_each_other(implementation, window, clip):
     rows = [19, 19, 19, 19, 12], [True, True, True, False, True]
-    inputs, expected = case(9, [0, 5, 20, 20, 3], *rows, window, 24, tokens=19, blocks=IMAGES)
-    check(implementation, inputs, expected, window, 1e-5)
+    shape = {"tokens": 19, "blocks": IMAGES, "clip_blocks": clip}
+    inputs, expected = case(9, [0, 5, 20, 20, 3], *rows, window, 24, **shape)
+    check(implementation, inputs, expected, window, 1e-5, clip)
 
 
 @every_implementation
@@ -206,15 +208,17 @@ def test_the_mask_is_the_ring_read_in_order(length, own, causal, slots):
     ),
     slots=st.sampled_from([W, 40]),
     window=st.sampled_from([None, 1, 3, W]),
+    clip=st.booleans(),
 )
-def test_ranges_are_the_mask(rows, slots, window):
+def test_ranges_are_the_mask(rows, slots, window, clip):
     length, own, causal, ids = map(jnp.array, zip(*rows, strict=True))
     length = length if window else jnp.minimum(length, slots)
     cached, fresh = visible(length, own, causal, slots, T, window)
-    fresh |= same_block(ids) & (jnp.arange(T) < own[:, None])[:, None] & causal[:, None, None]
-    ranges = key_ranges(length, own, causal, ids, slots=slots, tokens=T, window=window)
-    age = ((length[:, None] - 1 - jnp.arange(slots)) % slots)[:, None]
     key = jnp.arange(T)
+    inside = key > key[:, None] - window if window and clip else key >= 0
+    fresh |= same_block(ids) & (key < own[:, None])[:, None] & causal[:, None, None] & inside
+    ranges = key_ranges(length, own, causal, ids, slots=slots, tokens=T, window=window, clip_blocks=clip)
+    age = ((length[:, None] - 1 - jnp.arange(slots)) % slots)[:, None]
     assert np.array_equal(cached, age < ranges.cached[..., None])
     assert np.array_equal(fresh, (key >= ranges.first[..., None]) & (key < ranges.last[..., None]))
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is depre
         Case("nothing a multiple of the tile", H=256, K=8, S=1000, window=1000, T=99),
         Case("float32", H=512, K=2, S=8192, window=None, dtype=jnp.float32),
         Case("narrow heads, one group", H=24, K=16, S=100, window=None),
+        Case("the patches of an image", H=72, K=16, S=1, window=None, T=2520),
         Case("a prefix in parts", H=512, K=1, S=8192, window=None, T=64),
     ],
     ids=lambda case: case.name,

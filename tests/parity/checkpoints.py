@@ -1,7 +1,7 @@
 """Random checkpoints in the Hugging Face layout, written with numpy alone so that tests without torch can use them.
 
 No tensor keeps a value that a wrong implementation could ignore: norm weights differ from 1, the two sets of layer
-scalars differ from 1 and from each other, routers spread their probability, vision weights are there although unused.
+scalars differ from 1 and from each other, routers spread their probability, clip bounds cut something off.
 """
 
 import json
@@ -45,6 +45,7 @@ class Shape:
     branch: float = 1.0
     feedback: float = 1.0
     vision: bool = False
+    clipped: bool = False
     seed: int = 0
 
 
@@ -62,6 +63,10 @@ WIDE = Shape(
 # Canvases converge within some steps, and not all rows at once: for tests of stopping.
 CALM = replace(NARROW, name="calm", branch=0.4, feedback=0.5, embedding_std=0.6, seed=31)
 CALM_WIDE = replace(WIDE, name="calm_wide", branch=0.3, feedback=0.5, embedding_std=0.6, vision=False, seed=37)
+
+# With an image tower; canvases converge. An image of 6 x 8 patches is longer than the window.
+PICTURES = replace(CALM, name="pictures", vision=True, layers="SSF", seed=41)
+CLIPPED = replace(PICTURES, name="clipped", clipped=True, seed=43)
 
 VISION = {
     "model_type": "gemma4_vision", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -119,7 +124,7 @@ def hf_config(shape: Shape) -> dict:
         "tie_word_embeddings": True,
         "dtype": "float32",
         "text_config": text,
-        "vision_config": VISION if shape.vision else None,
+        "vision_config": VISION | {"use_clipped_linears": shape.clipped} if shape.vision else None,
     }
 
 
@@ -173,6 +178,11 @@ def vision_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
         tensors |= {f"{layer}self_attn.{name}_norm.weight": (head,) for name in "qk"}
         tensors |= {f"{layer}mlp.{name}_proj.linear.weight": (f, m) for name in ("gate", "up")}
         tensors[layer + "mlp.down_proj.linear.weight"] = (m, f)
+    if shape.clipped:
+        linears = [name.removesuffix("linear.weight") for name in tensors if name.endswith("linear.weight")]
+        tensors |= {
+            f"{name}{way}_{end}": () for name in linears for way in ("input", "output") for end in ("min", "max")
+        }
     return tensors
 
 
@@ -199,6 +209,8 @@ def draw(name: str, size: tuple[int, ...], shape: Shape, rng: np.random.Generato
         values = 0.4 * rng.uniform(0.4, 1.7, size)
     elif name.endswith("layer_scalar"):
         values = rng.uniform(0.55, 1.25, size)
+    elif not size:  # about a tenth of the values lies beyond each bound
+        values = np.asarray(rng.uniform(1.0, 1.6) * (-1 if name.endswith("min") else 1))
     elif name.endswith("std_bias"):
         values = rng.normal(0, 0.8, size)
     elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):

@@ -9,7 +9,8 @@ from .ours import Ours
 from .pairs import Pair
 
 FORWARD = (checkpoints.NARROW, checkpoints.WIDE)
-SHAPES = {shape.name: shape for shape in (*FORWARD, checkpoints.CALM, checkpoints.CALM_WIDE)}
+OTHERS = (checkpoints.CALM, checkpoints.CALM_WIDE, checkpoints.PICTURES, checkpoints.CLIPPED)
+SHAPES = {shape.name: shape for shape in (*FORWARD, *OTHERS)}
 
 
 @pytest.fixture(scope="session")

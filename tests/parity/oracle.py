@@ -18,6 +18,10 @@ with warnings.catch_warnings():
     import torch
     import transformers
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DynamicCache
+    from transformers.models.gemma4.modeling_gemma4 import (
+        create_masks_for_vision_model,
+        get_block_sequence_ids_for_mask,
+    )
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -32,6 +36,14 @@ def left_pad(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         ids[index, width - len(row) :] = row
         mask[index, width - len(row) :] = True
     return ids, mask
+
+
+def image_inputs(images) -> dict[str, torch.Tensor]:
+    """What transformers takes of an ImageBatch; nothing of None."""
+    if images is None:
+        return {}
+    positions = np.asarray(images.positions, np.int64)
+    return {"pixel_values": torch.from_numpy(images.patches), "image_position_ids": torch.from_numpy(positions)}
 
 
 @dataclass
@@ -65,10 +77,20 @@ class Oracle:
         return directory
 
     @torch.no_grad()
-    def encode(self, ids: np.ndarray, mask: np.ndarray | None = None, prefix: Prefix | None = None):
+    def features(self, images) -> list[np.ndarray]:
+        """The soft tokens [count, D] of each image of an ImageBatch."""
+        found = self.model.model.encoder.get_image_features(**image_inputs(images), return_dict=True).pooler_output
+        return np.split(found.numpy(), np.cumsum(images.counts)[:-1])
+
+    @torch.no_grad()
+    def encode(
+        self, ids: np.ndarray, mask: np.ndarray | None = None, prefix: Prefix | None = None, images=None,
+        blocks: str = "all",
+    ):  # fmt: skip
         """Causal pass over ``ids`` [B, T] behind ``prefix``: hidden states [B, T, D] and the longer prefix.
 
-        The cache inside ``prefix`` is extended in place, as transformers does.
+        The cache inside ``prefix`` is extended in place, as transformers does. ``images``: an ImageBatch. ``blocks``:
+        where its tokens see each other, see Config.image_blocks; "sliding" takes the masks of transformers' Gemma 4.
         """
         tokens = torch.from_numpy(np.asarray(ids, np.int64))
         mask = torch.ones(tokens.shape, dtype=torch.bool) if mask is None else torch.from_numpy(mask)
@@ -77,11 +99,22 @@ class Oracle:
             mask = torch.cat([prefix.mask, mask], 1)
         start = cache.get_seq_length()
         positions = torch.arange(start, start + tokens.shape[1], dtype=torch.int32)[None]
-        masks = self.model.model.encoder.create_masks_for_generate(
-            config=self.config, inputs_embeds=torch.empty((*tokens.shape, 0)), attention_mask=mask, cache=cache,
-            position_ids=positions, mm_token_type_ids=None,
-        )  # fmt: skip
-        out = self.model.model.encoder(input_ids=tokens, attention_mask=masks, cache=cache, position_ids=positions)
+        types = None if images is None or blocks == "none" else (tokens == self.config.image_token_id).long()
+        shared = {
+            "inputs_embeds": torch.empty((*tokens.shape, 0)), "attention_mask": mask, "cache": cache,
+            "position_ids": positions,
+        }  # fmt: skip
+        if blocks == "sliding":
+            ids_of_blocks = get_block_sequence_ids_for_mask(types, device="cpu")
+            text = self.config.get_text_config(decoder=True)
+            masks = create_masks_for_vision_model(config=text, block_sequence_ids=ids_of_blocks, **shared)
+        else:
+            masks = self.model.model.encoder.create_masks_for_generate(
+                config=self.config, mm_token_type_ids=types, **shared
+            )
+        out = self.model.model.encoder(
+            input_ids=tokens, attention_mask=masks, cache=cache, position_ids=positions, **image_inputs(images)
+        )
         return out.last_hidden_state.numpy(), Prefix(cache, mask)
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dgemma_jax as dg
+from dgemma_jax.functional import image_features
 
 CAPACITY = 160
 # Compiling takes most of the time here; unoptimised code computes the same, and `generate` is tested as it is.
@@ -54,6 +55,7 @@ class Ours:
 
         self._encode, self._logits = bind(dg.encode), bind(dg.denoise_logits)
         self._soft, self._denoise = bind(dg.soft_embedding), bind(dg.denoise)
+        self._features = bind(image_features)
 
     @classmethod
     def load(cls, directory: Path) -> "Ours":
@@ -65,13 +67,14 @@ class Ours:
     def empty(self, batch: int, capacity: int = CAPACITY):
         return dg.init_cache(self.config, batch, capacity)
 
-    def encode(self, tokens, lengths, cache):
+    def encode(self, tokens, lengths, cache, images=None):
         with jax.default_matmul_precision("highest"):
-            return self._encode(self.params, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), cache)
+            tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+            return self._encode(self.params, tokens, lengths, cache, images)
 
-    def prompt(self, rows: list[list[int]], width: int, cache=None):
+    def prompt(self, rows: list[list[int]], width: int, cache=None, images=None):
         """(cache, hidden) of prompts of any lengths."""
-        return self.encode(*right_pad(rows, width), self.empty(len(rows)) if cache is None else cache)
+        return self.encode(*right_pad(rows, width), self.empty(len(rows)) if cache is None else cache, images)
 
     def chunks(self, rows: list[list[int]], size: int, cache=None):
         """(cache, hidden of all chunks [B, T, D]) of the same prompts, read ``size`` tokens at a time."""
@@ -82,6 +85,10 @@ class Ours:
             cache, hidden = self.encode(tokens[:, start : start + size], count, cache)
             states.append(hidden)
         return cache, jnp.concatenate(states, axis=1)
+
+    def features(self, images):
+        with jax.default_matmul_precision("highest"):
+            return self._features(self.params, images)
 
     def logits(self, canvas, cache, soft=None):
         with jax.default_matmul_precision("highest"):

@@ -34,6 +34,15 @@ const frame = document.getElementById("frame");
 new MutationObserver(() => window.captions.push(frame.textContent)).observe(frame, {childList: true});
 """
 
+# drops files on the page: [name, type, base64]
+DROP = """
+const data = new DataTransfer();
+for (const [name, type, body] of arguments[0]) {
+  const bytes = Uint8Array.from(atob(body), (letter) => letter.charCodeAt(0));
+  data.items.add(new File([bytes], name, { type }));
+}
+document.body.dispatchEvent(new DragEvent("drop", { bubbles: true, cancelable: true, dataTransfer: data }));
+"""
 LUMINANCE = """
 const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
 const luminance = (colour) => {
@@ -164,6 +173,7 @@ class Page:
         return [text for text in entries if "the server responded with a status of" not in text]
 
     def requested(self) -> list[str]:
-        """The addresses that the page asked for since it was opened."""
+        """The addresses that the page asked for since it was opened; a data: URL is no address."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+        sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+        return [url for url in sent if not url.startswith("data:")]

@@ -15,8 +15,8 @@ import dgemma_jax
 STATIC = Path(dgemma_jax.__file__).parent / "serve" / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
-    " form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 WIDTH = 32
 KEY = "sesame"
@@ -59,6 +59,8 @@ def answer_to(request: dict) -> Answer:
     """The script."""
     last = request["messages"][-1]
     text = last["content"]
+    if isinstance(text, list):
+        return spoken(f"{len(text) - 1} images")
     if last["role"] == "tool":
         return spoken(f"The weather in Oslo: {text}.")
     if "weather" in text and request.get("tools"):
@@ -149,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         self.fake.requests.append(request)
-        text = request["messages"][-1]["content"]
+        text = json.dumps(request["messages"][-1]["content"])
         if "refuse" in text:
             self._error(400, "entropy_bound: expected a number above 0")
         elif "busy" in text:

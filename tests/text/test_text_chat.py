@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgemma_jax.text import encode_chat, opens_thought, parse_response, render_chat
+from dgemma_jax.text.chat import segments
 from dgemma_jax.text.template import CONTROL_TOKENS
 from tests.text.text_helpers import D, calls, gemma_like, golden
 
@@ -124,6 +125,10 @@ def test_results_find_their_calls():
     assert "response:unknown{" in render_chat([USER, two, result("2", tool_call_id="other")])
     pictures = [USER, two, result([{"type": "text", "text": "see"}, {"type": "image"}])]
     assert render_chat(pictures).endswith(f"response:f{{value:{D}see{D}}}<tool_response|><|image|>")
+    # A model turn's own content comes behind the results that were sent after it, and so do its images.
+    spoken = {**two, "content": [{"type": "image", "image": "second"}]}
+    shown = segments([USER, spoken, result([{"type": "image_url", "image_url": "first"}])])
+    assert [part[part["type"]] for part in shown.media] == ["first", "second"]
 
 
 def test_reasoning_is_replayed_only_behind_the_last_user_message():

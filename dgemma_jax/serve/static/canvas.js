@@ -1,6 +1,7 @@
 // The canvas page: a conversation with the server that sends it, and every draft of every canvas to be looked at.
 
 import { Board } from "./board.js";
+import { Images, contentOf, picture } from "./images.js";
 import { Settings } from "./settings.js";
 import { Trouble, complete, models } from "./stream.js";
 import { Answer, results, turnOf } from "./talk.js";
@@ -11,6 +12,7 @@ const byId = (id) => document.getElementById(id);
 const [ask, prompt, send, stop, log, status] = ["ask", "prompt", "send", "stop", "log", "status"].map(byId);
 const settings = new Settings(byId);
 const board = new Board(byId);
+const images = new Images(byId, (trouble) => (status.textContent = trouble));
 
 let model = null; // its name, once the server has told it
 let talk = fresh();
@@ -79,9 +81,14 @@ async function learnModel(key) {
 async function submit() {
   const [own, text] = [talk, prompt.value];
   if (!text.trim() || own.running || own.pending) return;
+  const urls = images.take();
   prompt.value = "";
-  const done = await answer([turnOf("You", text)], [{ role: "user", content: text }]);
-  if (!done && talk === own) prompt.value ||= text;
+  const said = turnOf("You", text);
+  said.append(...urls.map(picture));
+  const done = await answer([said], [{ role: "user", content: contentOf(text, urls) }]);
+  if (done || talk !== own) return;
+  if (!prompt.value) images.put(urls);
+  prompt.value ||= text;
 }
 
 function offerResults(turn) {
@@ -97,6 +104,7 @@ function reset() {
   talk.running?.abort();
   talk = fresh();
   log.replaceChildren();
+  images.put([]);
   status.textContent = "";
   board.clear();
   show();

@@ -33,7 +33,7 @@ CONFIG = replace(
     moe_intermediate_size=16,
 )
 GRAPH, ABSTRACT = build(CONFIG, "float32", DIFFERENTIABLE)
-OPTIMIZER = optimizer(10, scale=5.0)
+OPTIMIZER = optimizer(10, matrix_rate=0.05, rate=0.02)
 UPDATE = trainer.make_update(partial(diffusion_loss, GRAPH, CONFIG, Objective(copies=8)), OPTIMIZER, seed=0)
 
 

@@ -148,15 +148,15 @@ def _flag(name: str) -> str:
 def _check_fits(args: Namespace) -> None:
     """ValueError, with the bytes, if what is asked for will not fit beside the weights: the engine's own plan."""
     import jax
-    import numpy as np
 
     from dgemma_jax.checkpoint import dtype_name, open_directory
     from dgemma_jax.engine.capacity import MEMORY_FRACTION, context, plan
+    from dgemma_jax.model.transformer import build
 
     opened = open_directory(args.model)
     config, dtype = opened.config, dtype_name(args.dtype) or opened.weights.dtype or opened.config.dtype
     length = None if args.max_model_len is None else context(config, dtype, args.max_model_len)
-    weights = sum(leaf.size for leaf in jax.tree.leaves(opened.abstract)) * np.dtype(dtype).itemsize
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(build(config, dtype)[1]))
     longest = config.max_position_embeddings
     plan(config, dtype, args.max_num_seqs, length, longest, None, MEMORY_FRACTION, weights)
 

@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused(release, capsys):
 
 def test_another_model_takes_the_engines_ceiling(capsys):
     assert main(["inspect", "tiny", "--plan", "--gpu", "gb10", "--weights", "int8"]) == 0
-    assert "128 MiB of temporaries (computed: the engine's ceiling)" in capsys.readouterr().out
+    assert "8 MiB of temporaries (computed: the engine's ceiling)" in capsys.readouterr().out
     assert not estimate(replace(CONFIG, hidden_size=2880), "gb10", "bf16", 1, 64).compiled
 
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # What a pass of the 26B model takes beside weights, cache and slots: ceilings, below which the compiled programs stay
 # (gpu-aot). The first is what the vocabulary head allows itself.
 STEP_BYTES, STEP_BYTES_PER_SLOT = 64 << 20, 64 << 20
+LEAST_STEP_BYTES = 8 << 20  # of any model's, a chunk of a prompt included
 MEMORY_FRACTION = 0.9  # of the device's memory that an engine fills, unless told otherwise
 # Chosen at most. A pass over few slots costs a GPU hardly more than over one; it costs a CPU in proportion.
 MOST_CHOSEN = {"cpu": 8}
@@ -58,7 +59,7 @@ def step_bytes(config: Config, dtype: str, slots: int) -> int:
     positions = slots * config.canvas_length
     head = config.vocab_size * (20 * positions + itemsize * config.hidden_size)  # five arrays in fp32, and the table
     share = itemsize * positions * _width(config) / (2 * whole.canvas_length * _width(whole))
-    return min(STEP_BYTES, head) + int(STEP_BYTES_PER_SLOT * share)
+    return max(LEAST_STEP_BYTES, min(STEP_BYTES, head) + int(STEP_BYTES_PER_SLOT * share))
 
 
 def _width(config: Config) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dgemma_jax.config import Config, check, gemma_26b_a4b
-from dgemma_jax.engine.capacity import PREFIX_SHARE, STEP_BYTES, STEP_BYTES_PER_SLOT, cache_bytes, slot_bytes
+from dgemma_jax.engine.capacity import PREFIX_SHARE, cache_bytes, slot_bytes, step_bytes
 from dgemma_jax.model.transformer import build
 
 MIB = 1 << 20
@@ -108,9 +108,10 @@ def estimate(config: Config, gpu: str, weights: str, slots: int, max_model_len: 
     config, chosen = replace(config, dtype=DTYPE, quantization=WEIGHTS[weights]), GPUS[gpu]
     stored = _stored(config)
     compiled = replace(config, vision=None, quantization=None) == replace(gemma_26b_a4b(), vision=None)
-    one, more = STEP_BYTES + STEP_BYTES_PER_SLOT, STEP_BYTES_PER_SLOT
+    temporaries: float = step_bytes(config, DTYPE, slots)
     if compiled:
         one, more = (MIB * figure for figure in TEMPORARIES[chosen.compiled, weights])
+        temporaries = one + (slots - 1) * more
     kept = slots * cache_bytes(config, max_model_len, DTYPE)
     return Estimate(
         gpu=chosen,
@@ -118,7 +119,7 @@ def estimate(config: Config, gpu: str, weights: str, slots: int, max_model_len: 
         cache=kept,
         prefixes=int(PREFIX_SHARE * kept),
         states=slots * slot_bytes(config, DTYPE),
-        temporaries=one + (slots - 1) * more,
+        temporaries=temporaries,
         compiled=compiled,
         usable=chosen.fraction * chosen.memory,
         pass_bytes=_read(config, stored, slots) + kept,

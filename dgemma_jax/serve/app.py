@@ -51,6 +51,14 @@ Fields that are accepted without effect, and then named in the header {IGNORED_H
 Fields that are refused, like all that are not listed below, unless they hold a value that asks for nothing:
 
 {"".join(f"* {name}: {refusal.why}{chr(10)}" for name, refusal in REFUSED.items())}"""
+EVENT = {  # of a stream, for the OpenAPI document
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "event": {"enum": ["message", "draft", "canvas"], "description": "draft and canvas with stream_drafts only"},
+        "data": {"type": "string", "description": "a chunk, a draft, a canvas or an error in JSON; at last [DONE]"},
+    },
+}
 ERRORS: dict[int | str, dict[str, Any]] = {kind: {"model": responses.ErrorResponse} for kind in ("4XX", "5XX")}
 
 
@@ -99,9 +107,7 @@ def create_app(
 
 
 def _add_completions(app: FastAPI, service: _Service, images: ImageRules) -> None:
-    streamed: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-    }
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"itemSchema": EVENT}}}}
 
     @app.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=streamed)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

@@ -2,6 +2,7 @@ import openai
 import pytest
 
 import dgemma_jax as dg
+from tests.serve.fake_server import FakeServer
 from tests.serve.harness import ScriptedEngine, serving
 
 
@@ -37,3 +38,31 @@ def says(engine):
         engine.script = lambda request: behind_pins if request.sampling.pinned and behind_pins is not None else text
 
     return set_text
+
+
+@pytest.fixture(scope="session")
+def driver():
+    """One browser for all that look at the page."""
+    from tests.serve.browser import chromium  # selenium is for them alone
+
+    with chromium() as driver:
+        yield driver
+
+
+@pytest.fixture
+def server():
+    """What the page is looked at with, unless it is the real one."""
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def page(driver, server):
+    """The page, to be opened by the test; at the end nothing may have gone wrong in it, or have left the server."""
+    from tests.serve.browser import Page
+
+    page = Page(driver)
+    yield page
+    assert page.problems() == []
+    requested = page.requested()
+    assert requested and all(url.startswith(server.url) for url in requested)

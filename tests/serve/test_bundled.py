@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from tests.serve.browser import Page, chromium
+from tests.serve.browser import Page
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -50,12 +50,6 @@ def ask(url: str, seed: int = 1) -> httpx2.Response:
 def test_it_answers(url):
     answer = ask(url)
     assert answer.json()["choices"][0]["message"]["content"] == "4 93 7 12", answer.text
-
-
-@pytest.fixture(scope="module")
-def driver():
-    with chromium() as driver:
-        yield driver
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -1,43 +1,19 @@
 """The canvas page in a real browser, against a scripted server."""
 
-import base64
 import json
 import re
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from tests.serve.browser import DROP, READ_CUT, Page, chromium
+from tests.serve.browser import READ_CUT, Page
 from tests.serve.fake_server import KEY, MARKUP, STORY, THOUGHT, WEATHER, WIDTH, FakeServer
 from tests.serve.harness import ScriptedEngine, serving
 
 pytestmark = pytest.mark.slow
 ANSWER = ".turn.model > .text"
 NOTE = ".note:not([hidden])"
-PICTURE = base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg' width='7' height='5'/>").decode()
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
-
-
-@pytest.fixture(scope="module")
-def driver():
-    with chromium() as driver:
-        yield driver
-
-
-@pytest.fixture
-def server():
-    with FakeServer() as server:
-        yield server
-
-
-@pytest.fixture
-def page(driver, server):
-    """The page, to be opened by the test; at the end nothing may have gone wrong in it, or have left the server."""
-    page = Page(driver)
-    yield page
-    assert page.problems() == []
-    requested = page.requested()
-    assert requested and all(url.startswith(server.url) for url in requested)
 
 
 def test_the_canvas_denoises_and_the_answer_appears(page, server):
@@ -187,36 +163,6 @@ def test_a_conversation_goes_on_until_it_is_reset(page, server):
     assert page.find("frame").text == "Ask something and watch."
     page.ask("Afresh")
     assert len(server.requests[-1]["messages"]) == 1
-
-
-def test_dropped_images_go_with_the_prompt(page, server):
-    page.open(server.url)
-    files = [["a.svg", "image/svg+xml", PICTURE], ["b.txt", "text/plain", "aGk="], ["c.svg", "image/svg+xml", PICTURE]]
-    page.script(DROP, files)
-    page.until("document.querySelectorAll('#images img').length === 2")
-    assert page.texts("#status") == ["b.txt is no image."]
-    page.script("document.querySelector('#images button').click()")
-    page.ask("What is this?")
-    assert page.texts(ANSWER) == ["1 images"]
-    assert page.script("return document.querySelector('.turn.user img').naturalWidth") == 7
-    assert page.script("return byId('images').hidden")
-    url = f"data:image/svg+xml;base64,{PICTURE}"
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
-    assert server.requests[-1]["messages"] == [{"role": "user", "content": parts}]
-    page.ask("And now?")
-    first, _, last = server.requests[-1]["messages"]
-    assert (first["content"], last["content"]) == (parts, "And now?")
-
-
-def test_images_of_a_request_that_fails_stay_beside_the_prompt(page, server):
-    page.open(server.url)
-    page.script(DROP, [["a.svg", "image/svg+xml", PICTURE]])
-    page.until("document.querySelectorAll('#images img').length === 1")
-    page.ask("refuse this")
-    assert page.script("return document.querySelectorAll('#images img').length") == 1
-    assert page.find("prompt").get_attribute("value") == "refuse this"
-    page.find("reset").click()
-    assert page.script("return byId('images').hidden")
 
 
 def test_reasoning_stands_apart_and_folds(page, server):

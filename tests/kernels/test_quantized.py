@@ -63,7 +63,7 @@ def test_the_numbers_by_hand(path, shape, summed, fmt):
         byte = values[k // 32 * 16 + k % 16]
         half = byte >> 4 if k % 32 >= 16 else byte & 15
         np.testing.assert_array_equal(got[k], (half.astype(np.float32) - 8) * scales[k // 32])
-    assert np.sqrt(np.mean((got - weight) ** 2)) < 0.08
+    assert np.sqrt(np.mean((got - weight) ** 2)) < 0.09
     assert (np.abs(got - weight) <= 1.6 * np.abs(np.repeat(scales, 32, axis=0))).all()
 
 

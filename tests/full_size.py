@@ -90,7 +90,12 @@ class Instruction:
     @property
     def elements(self) -> int:
         """Of the largest result."""
-        return max((math.prod(shape) for _, shape in self.results), default=0)
+        return math.prod(self.largest)
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The dimensions of the largest result; with nothing in it where there is none."""
+        return max((shape for _, shape in self.results), key=math.prod, default=(0,))
 
 
 @dataclass(frozen=True)

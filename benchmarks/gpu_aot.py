@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -130,7 +131,7 @@ def measure(target: str) -> dict:
 
 
 def _figures(mesh, program: str, rows: int, weights: str) -> dict:
-    """Bytes in MiB, kernels, copies of whole weights or cache buffers, quantised weights that exist as numbers."""
+    """Bytes in MiB, kernels, copies of whole weights or cache buffers, and how many arrays are as large as weights."""
     import jax
 
     from dgemma_jax.engine.hardware import WEIGHTS
@@ -162,7 +163,7 @@ def _figures(mesh, program: str, rows: int, weights: str) -> dict:
         "kernels": kernels,
         "kernels_per_layer": round(kernels / LAYERS, 1),
         "large_copies": len(large_moves(hlo, arrays, inside_loops=looping)),
-        "whole_weights": len(whole_weights(hlo, config)),
+        "as_large_as_weights": dict(Counter(str(list(one.largest)) for one in whole_weights(hlo, config))),
         "compile_s": round(time.perf_counter() - started, 1),
     }
 

@@ -86,6 +86,10 @@ def taken(weight: Weight, start: Array, size: int, axis: int) -> Weight:
     """`size` numbers from `start` on along an axis that is not packed."""
 
     def part(array: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+        if array.dtype != jnp.bfloat16 or not isinstance(weight, Quantized):
+            return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+        # For a CPU XLA turns bf16 arrays that it cuts into fp32, whole; integers it leaves as they are.
+        bits = jax.lax.bitcast_convert_type(array, jnp.uint16)
+        return jax.lax.bitcast_convert_type(jax.lax.dynamic_slice_in_dim(bits, start, size, axis), jnp.bfloat16)
 
     return jax.tree.map(part, weight)

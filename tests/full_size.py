@@ -90,7 +90,12 @@ class Instruction:
     @property
     def elements(self) -> int:
         """Of the largest result."""
-        return max((math.prod(shape) for _, shape in self.results), default=0)
+        return math.prod(self.largest)
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The dimensions of the largest result; with nothing in it where there is none."""
+        return max((shape for _, shape in self.results), key=math.prod, default=(0,))
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,8 @@ def large_moves(hlo: Hlo, arrays: Collection, *, inside_loops: bool) -> list[Ins
 
 def whole_weights(hlo: Hlo, config: Config) -> list[Instruction]:
     """Floating-point arrays as large as one of the config's weights, in whatever shape; those below 2^20 elements are
-    not looked for. Of a quantised model they would be weights whose numbers exist all at once.
+    not looked for. Of a quantised model they may be weights whose numbers exist all at once. With a canvas of 256 and
+    16 heads activations of the experts and a chunk of the table happen to be as large.
     """
     plain = build(replace(config, quantization=None))[1]
     sizes = {math.prod(leaf.shape) for leaf in jax.tree.leaves(plain) if math.prod(leaf.shape) >= 1 << 20}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
-from dgemma_jax.kernels.quantized import Quantized, Weight, dequantized
+from dgemma_jax.kernels.quantized import Quantized, Weight, dequantized, taken
 from dgemma_jax.shapes import Array
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
@@ -76,6 +76,4 @@ def experts(
 
 def _of(expert: Int32[Array, ""], weights: Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:
     """The matrix of one expert."""
-    return dequantized(
-        jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, expert, keepdims=False), weights), dtype
-    )
+    return dequantized(taken(weights, expert, 1, axis=0), dtype)[0]

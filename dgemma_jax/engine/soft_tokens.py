@@ -37,7 +37,7 @@ class SoftTokens:
         self._nothing: dict[int, Hidden] = {}  # by number of tokens
 
     def of_chunk(self, images: Sequence[Placed], begin: int, end: int, size: int) -> tuple[Hidden, Blocks]:
-        """Of the tokens of a prompt from `begin` to `end`, filled up to `size`: soft f[1,size,D], blocks i32[1,size]."""
+        """For tokens `begin` to `end` of a prompt, filled up to `size`: soft f[1,size,D], blocks i32[1,size]."""
         soft, blocks = self._empty(size), np.zeros((1, size), np.int32)
         for number, (start, image) in enumerate(images, 1):
             if begin <= start < end:

@@ -195,8 +195,8 @@ def _tokenizer(directory: Path, given: Any) -> Tokenizer | None:
 def _defaults(opened: Opened, tokenizer: Tokenizer | None) -> Resolved:
     """generation_config.json over the built-ins; stop ids from config.json if it names none.
 
-    Ids beyond the model's vocabulary can never be produced and are left out; an image's placeholder never is, also where
-    no tokenizer names it.
+    Ids beyond the model's vocabulary can never be produced and are left out; the placeholder of images never is, also
+    where no tokenizer names it.
     """
     config, path = opened.config, opened.directory / "generation_config.json"
     stops = [part.get("eos_token_id") for part in (opened.fields, opened.fields["text_config"])]

@@ -195,9 +195,10 @@ def _tokenizer(directory: Path, given: Any) -> Tokenizer | None:
 def _defaults(opened: Opened, tokenizer: Tokenizer | None) -> Resolved:
     """generation_config.json over the built-ins; stop ids from config.json if it names none.
 
-    Ids beyond the model's vocabulary can never be produced and are left out.
+    Ids beyond the model's vocabulary can never be produced and are left out; the placeholder of images never is, also
+    where no tokenizer names it.
     """
-    path = opened.directory / "generation_config.json"
+    config, path = opened.config, opened.directory / "generation_config.json"
     stops = [part.get("eos_token_id") for part in (opened.fields, opened.fields["text_config"])]
     result = Sampling.from_generation_config(
         _read_json(path) if path.is_file() else None,
@@ -205,7 +206,8 @@ def _defaults(opened: Opened, tokenizer: Tokenizer | None) -> Resolved:
         special_ids=tokenizer.special_ids if tokenizer else None,
     )
     kept = {
-        name: [id for id in getattr(result, name) if id < opened.config.vocab_size]
-        for name in ("stop_token_ids", "suppress")
+        name: [id for id in getattr(result, name) if id < config.vocab_size] for name in ("stop_token_ids", "suppress")
     }
+    if config.vision is not None and config.image_token_id is not None:
+        kept["suppress"] = sorted({*kept["suppress"], config.image_token_id})
     return replace(result, **kept)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dgemma_jax.config import Config, is_int
 from dgemma_jax.images import PreparedImage, prepare
-from dgemma_jax.images.placement import KINDS, NO_IMAGES, Placed, expand, placed, reads_images, source_of
+from dgemma_jax.images.placement import KINDS, NO_IMAGES, Placed, expand, placed, reads_images, source_of, vision_of
 from dgemma_jax.text import Tokenizer, opens_thought
 from dgemma_jax.text.chat import segments
 
@@ -82,9 +82,7 @@ class PromptReader:
 
     def prepare(self, images: Sequence[Any]) -> list[PreparedImage]:
         """The patches of images, see `images.prepare`."""
-        if images and not reads_images(self.config):
-            raise ValueError(NO_IMAGES)
-        return [prepare(image, self.config.vision) for image in images]
+        return [prepare(image, vision_of(self.config)) for image in images]
 
     def room(self, tokens: int, or_more: str = "") -> int:
         """The tokens that an answer may have behind a prompt of so many."""

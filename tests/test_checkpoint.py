@@ -51,8 +51,9 @@ def test_a_directory_without_tokenizer(directory):
 
 
 def test_a_text_path_and_a_model_with_images(tmp_path):
-    config, params, _, _ = open_checkpoint(str(write(tmp_path, WIDE)))
+    config, params, _, defaults = open_checkpoint(str(write(tmp_path, WIDE)))
     assert config.vision is not None and len(params["vision"]["layers"]) == 2
+    assert defaults.suppress == (config.image_token_id,), "also without a tokenizer that names it"
 
 
 def test_the_processors_file_says_how_many_soft_tokens_an_image_has(tmp_path):

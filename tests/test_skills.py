@@ -184,7 +184,7 @@ def test_follow_ups_keep_to_the_split():
 def test_pack():
     rng = random.Random(0)
     examples = data.draw({"sudoku": 2, "count": 6, "infill": 2}, rng)
-    batch = data.pack(examples, VOCABULARY, 200, 32, rng)
+    batch = data.pack(examples, VOCABULARY, 200, dg.tiny(), rng)
     several = 0
     for row, example in enumerate(examples):
         prompt, answer = (VOCABULARY.encode(text).ids for text in example[:2])
@@ -203,13 +203,13 @@ def test_pack():
         several += done > 0
     assert several, "canvases behind the first one are trained, too"
     with pytest.raises(ValueError, match="exceed 8"):
-        data.pack(examples, VOCABULARY, 8, 32, rng)
+        data.pack(examples, VOCABULARY, 8, dg.tiny(), rng)
 
 
 def test_every_bucket_holds_its_prompts():
     for step in range(0, 400, 2):
         bucket, rng = tiny.bucket(step), random.Random(step)
-        data.pack(data.draw(bucket.rows, rng), VOCABULARY, bucket.length, 32, rng)
+        data.pack(data.draw(bucket.rows, rng), VOCABULARY, bucket.length, dg.tiny(), rng)
     assert {skill for bucket in tiny.BUCKETS for skill in bucket.rows} == {*SKILLS, *UNMEASURED}
 
 

@@ -13,16 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgemma_jax.checkpoint import open_checkpoint
-from dgemma_jax.config import LayerConfig, tiny
+from dgemma_jax.config import Config, LayerConfig, tiny
 from dgemma_jax.model.transformer import DIFFERENTIABLE, build
 from dgemma_jax.text.tokenizer import Tokenizer
 from dgemma_jax.train import checkpoint, data, tokenizer, trainer
-from dgemma_jax.train.export import export
+from dgemma_jax.train.export import export, hf_config, processor_config
 from dgemma_jax.train.init import initial_params
 from dgemma_jax.train.loss import Objective, add_noise, diffusion_loss, noise_levels
 from dgemma_jax.train.optim import matrix_axes, optimizer, schedule
+from dgemma_jax.train.skills import Question
+from tests.images.vision_models import VISION
 
 VOCABULARY = tokenizer.build()
+IMAGE_IDS = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
 CONFIG = replace(
     tiny(),
     hidden_size=32,
@@ -47,7 +50,7 @@ def _quick_compiles():
 
 def small_batch(step: int) -> data.Batch:
     rng = random.Random(step)
-    return data.pack(data.draw({"sudoku": 4, "reverse": 3, "infill": 1}, rng), VOCABULARY, 52, 32, rng)
+    return data.pack(data.draw({"sudoku": 4, "reverse": 3, "infill": 1}, rng), VOCABULARY, 52, CONFIG, rng)
 
 
 def small_state() -> trainer.State:
@@ -75,6 +78,28 @@ def test_control_tokens_are_single_ids(pieces):
     plain = Tokenizer(VOCABULARY).encode(text, control=False)
     assert not set(plain) & set(special.values())
     assert VOCABULARY.decode(plain) == text
+
+
+def test_images_are_packed_with_their_prompts():
+    """Each prompt's placeholders are spelled out, and the images of all rows follow each other."""
+    ids = {name: VOCABULARY.token_to_id(text) for name, text in IMAGE_IDS.items()}
+    config, pixels = replace(CONFIG, vision=VISION, **ids), np.zeros((64, 64, 3), np.uint8)
+    part = lambda value: {"type": "image", "image": pixels + np.uint8(value)}  # noqa: E731
+    questions = [
+        Question(
+            ("a",), [{"role": "user", "content": [part(1), part(2), {"type": "text", "text": "red"}]}], "red<turn|>"
+        ),
+        Question(("b",), [{"role": "user", "content": "red"}], "red<turn|>"),
+        Question(("c",), [{"role": "user", "content": [part(3)]}], "red<turn|>"),
+    ]
+    batch = data.pack(list(map(data.render, questions)), VOCABULARY, 150, config, random.Random(0))
+    spelled = [ids["boi_token_id"], *[ids["image_token_id"]] * 64, ids["eoi_token_id"]]
+    places = [np.flatnonzero(row == ids["boi_token_id"]).tolist() for row in batch.tokens]
+    assert [len(row) for row in places] == [2, 0, 1]
+    assert all(batch.tokens[row, at : at + 66].tolist() == spelled for row in (0, 2) for at in places[row])
+    assert batch.images.counts.tolist() == [64] * 3
+    assert (255 * batch.images.patches[:, 0, 0]).round().tolist() == [1, 2, 3]
+    assert data.pack([data.render(questions[1])], VOCABULARY, 52, config, random.Random(0)).images is None
 
 
 def test_vocabulary():
@@ -198,6 +223,13 @@ def test_a_state_of_another_run_is_refused(tmp_path):
         checkpoint.load(path, {"w": jnp.zeros(2)}, {"steps": 20})
     with pytest.raises(ValueError, match="other arrays"):
         checkpoint.load(path, {"v": jnp.zeros(2)}, {"steps": 10})
+
+
+def test_the_config_of_a_model_with_images_is_read_back():
+    ids = {name: VOCABULARY.token_to_id(text) for name, text in IMAGE_IDS.items()}
+    config = replace(CONFIG, vision=replace(VISION, max_soft_tokens=280), **ids)
+    assert Config.from_hf(hf_config(config, VOCABULARY.get_vocab())) == replace(config, dtype="bfloat16")
+    assert processor_config(VISION)["max_soft_tokens"] == 70  # which is a matter of this file
 
 
 def test_an_exported_model_loads(tmp_path):

@@ -210,7 +210,7 @@ class Scheduler:
         tokens[0, : len(chunk)] = chunk
         where = np.int32([job.slot, job.encoded, len(chunk)])
         with self.stats.clock("device_seconds"):
-            soft = self.soft_tokens.of_chunk(images, job.encoded, tokens.shape[1]) if self.soft_tokens else ()
+            soft = self.soft_tokens.of_chunk(images, job.encoded, end, tokens.shape[1]) if self.soft_tokens else ()
             self.cache = self.programs.prefill(self.params, self.cache, tokens, *where, *soft)
         job.encoded = end
         if job.encoded == len(job.request.ids):
@@ -249,7 +249,7 @@ class Scheduler:
         """Compile, before the first request, what serving needs; returns how many programs. The cache must be fixed."""
         nobody, one = np.zeros(len(self.jobs), bool), np.int32(1)
         sizes = chunk_sizes(self.prefill_chunk)
-        soft = {size: self.soft_tokens.of_chunk((), 0, size) if self.soft_tokens else () for size in sizes}
+        soft = {size: self.soft_tokens.of_chunk((), 0, 0, size) if self.soft_tokens else () for size in sizes}
         chunk = lambda size: np.zeros((1, size), np.int32)  # noqa: E731
         calls = [
             ("advance", self.policy, self.params, self.cache, self.slots, nobody, nobody, one),

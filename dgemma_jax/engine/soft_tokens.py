@@ -10,7 +10,7 @@ from dgemma_jax.config import BUDGETS, Config
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.image_batch import ImageBatch
 from dgemma_jax.images import PreparedImage, image_batch
-from dgemma_jax.images.placement import Placed
+from dgemma_jax.images.placement import Placed, vision_of
 from dgemma_jax.shapes import Array, Blocks, Hidden
 
 
@@ -30,16 +30,17 @@ class SoftTokens:
     """
 
     def __init__(self, config: Config, programs: Programs, params: dict, dtype: str):
-        self.config, self.programs, self.params, self.dtype = config, programs, params, dtype
+        self.vision, self.width = vision_of(config), config.hidden_size
+        self.programs, self.params, self.dtype = programs, params, dtype
         self.seen = 0  # images that went through the tower
         self._features: dict[bytes, Array] = {}
         self._nothing: dict[int, Hidden] = {}  # by number of tokens
 
-    def of_chunk(self, images: Sequence[Placed], begin: int, size: int) -> tuple[Hidden, Blocks]:
-        """For `size` tokens of a prompt from place `begin` on: soft f[1,size,D], and blocks i32[1,size]."""
+    def of_chunk(self, images: Sequence[Placed], begin: int, end: int, size: int) -> tuple[Hidden, Blocks]:
+        """For tokens `begin` to `end` of a prompt, filled up to `size`: soft f[1,size,D], blocks i32[1,size]."""
         soft, blocks = self._empty(size), np.zeros((1, size), np.int32)
         for number, (start, image) in enumerate(images, 1):
-            if begin <= start < begin + size:
+            if begin <= start < end:
                 # Padding behind an image's soft tokens lands on text, which is not read, or under the next image.
                 soft = self.programs.place(soft, self._of(image), np.int32(start - begin))
                 blocks[0, start - begin : start - begin + image.tokens] = number
@@ -53,7 +54,7 @@ class SoftTokens:
 
     def calls(self, sizes: Iterable[int]) -> list[tuple]:
         """What to compile for chunks of these sizes, for `Programs.compile`."""
-        vision, shape = self.config.vision, jax.ShapeDtypeStruct
+        vision, shape = self.vision, jax.ShapeDtypeStruct
         tokens = vision.max_soft_tokens
         patches = tokens * vision.pooling_kernel_size**2
         batch = ImageBatch(
@@ -61,20 +62,19 @@ class SoftTokens:
             shape((1, patches, 2), jnp.int32),
             shape((1,), jnp.int32),
         )
-        features = shape((1, tokens, self.config.hidden_size), self.dtype)
+        features = shape((1, tokens, self.width), self.dtype)
         places = [("place", self._empty(size), features, np.int32(0)) for size in sizes]
         return [("features", self.params, batch), *places]
 
     def _of(self, image: PreparedImage) -> Array:
         if image.digest not in self._features:
-            vision = self.config.vision
-            budget = next(budget for budget in BUDGETS if budget >= image.tokens)  # few, so that few programs serve all
-            batch = image_batch([image], vision, patches=budget * vision.pooling_kernel_size**2)
+            budget = next(budget for budget in BUDGETS if budget >= image.tokens)  # few shapes, few programs
+            batch = image_batch([image], self.vision, patches=budget * self.vision.pooling_kernel_size**2)
             self._features[image.digest] = self.programs.features(self.params, batch)
             self.seen += 1
         return self._features[image.digest]
 
     def _empty(self, size: int) -> Hidden:
         if size not in self._nothing:
-            self._nothing[size] = jnp.zeros((1, size, self.config.hidden_size), self.dtype)
+            self._nothing[size] = jnp.zeros((1, size, self.width), self.dtype)
         return self._nothing[size]

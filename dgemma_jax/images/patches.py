@@ -46,12 +46,14 @@ class PreparedImage:
 
 
 def prepare(source: Any, vision: VisionConfig, max_soft_tokens: int | None = None) -> PreparedImage:
-    """The patches of a picture, see `open_image` for what may hold one; a PreparedImage is given back as it is.
+    """The patches of a picture.
 
+    source: what holds it, see `open_image`; a PreparedImage is given back as it is. vision: `Config.vision`.
     max_soft_tokens: the budget that the image is enlarged or shrunk to, one of BUDGETS; None is the model's. ValueError
     for what cannot be read or is too narrow for the model.
     """
     if isinstance(source, PreparedImage):
+        _check_fits(source, vision)
         return source
     from PIL import Image
 
@@ -65,10 +67,25 @@ def prepare(source: Any, vision: VisionConfig, max_soft_tokens: int | None = Non
     return PreparedImage(np.ascontiguousarray(patches), columns, len(patches) // vision.pooling_kernel_size**2)
 
 
-def target_size(height: int, width: int, vision: VisionConfig, max_soft_tokens: int | None = None) -> tuple[int, int]:
-    """Height and width that an image is resized to: multiples of a soft token's side, as many as the budget allows.
+def _check_fits(image: PreparedImage, vision: VisionConfig) -> None:
+    """A prepared image may come from elsewhere: ValueError for one of another model's patches."""
+    k, (count, width) = vision.pooling_kernel_size, image.patches.shape
+    wanted = 3 * vision.patch_size**2
+    whole = image.columns > 0 and count % (image.columns * k) == 0 and image.columns % k == 0
+    longest = max(image.columns, count // max(1, image.columns))
+    fits = longest <= vision.position_embedding_size and 1 <= image.tokens <= max(BUDGETS)
+    if width != wanted or image.patches.dtype != np.uint8 or image.tokens * k * k != count or not (whole and fits):
+        raise ValueError(
+            f"the prepared image has {count} patches of {width} numbers, {image.columns} in a row, for"
+            f" {image.tokens} soft tokens; expected {k} x {k} patches of {wanted} for each: prepare it for this model"
+        )
 
-    ValueError for a budget that is none of BUDGETS, and for an image longer than the position table.
+
+def target_size(height: int, width: int, vision: VisionConfig, max_soft_tokens: int | None = None) -> tuple[int, int]:
+    """What an image of this height and width is resized to: multiples of a soft token's side, as the budget allows.
+
+    vision: `Config.vision`. max_soft_tokens: the budget, None for the model's. ValueError for a budget that is none of
+    BUDGETS, and for an image longer than the position table.
     """
     budget = vision.max_soft_tokens if max_soft_tokens is None else max_soft_tokens
     check(budget in BUDGETS, "max_soft_tokens", budget, "one of " + ", ".join(map(str, BUDGETS)))
@@ -91,9 +108,9 @@ def target_size(height: int, width: int, vision: VisionConfig, max_soft_tokens: 
 def image_batch(
     images: Sequence[Any], vision: VisionConfig, max_soft_tokens: int | None = None, patches: int | None = None
 ) -> ImageBatch:
-    """What `dg.encode` takes, of pictures in the order of their places in the prompts, see `prepare`.
+    """What `dg.encode` takes, of images in the order of their places in the prompts.
 
-    patches: the number that each is padded to; None is what the budget allows.
+    vision, max_soft_tokens: see `prepare`. patches: the number that each is padded to; None is what the budget allows.
     """
     prepared = [prepare(image, vision, max_soft_tokens) for image in images]
     budget = vision.max_soft_tokens if max_soft_tokens is None else max_soft_tokens

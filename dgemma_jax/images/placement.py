@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
-from dgemma_jax.config import Config
+from dgemma_jax.config import Config, VisionConfig
 from dgemma_jax.images.patches import PreparedImage
 
 NO_IMAGES = "this model reads no images: its config.json has no vision_config, or no ids for images"
@@ -30,6 +30,13 @@ def reads_images(config: Config) -> bool:
     return config.vision is not None and None not in (config.image_token_id, config.boi_token_id, config.eoi_token_id)
 
 
+def vision_of(config: Config) -> VisionConfig:
+    """The image tower's sizes. ValueError for a model that reads no images."""
+    if config.vision is None or not reads_images(config):
+        raise ValueError(NO_IMAGES)
+    return config.vision
+
+
 def source_of(part: Mapping[str, Any]) -> Any:
     """What holds the image of a message's part: {"type": "image", "image": source}, or OpenAI's
     {"type": "image_url", "image_url": {"url": source}}; see `open_image` for sources. ValueError if nothing does.
@@ -44,20 +51,17 @@ def source_of(part: Mapping[str, Any]) -> Any:
 
 def expand(ids: Sequence[int], images: Sequence[PreparedImage], config: Config) -> list[int]:
     """The ids with each placeholder as begin, an image's soft tokens, end. ValueError unless there is one for each."""
-    count = sum(id == config.image_token_id for id in ids)
+    soft, begin, end = config.image_token_id, config.boi_token_id, config.eoi_token_id
+    assert soft is not None and begin is not None and end is not None  # the model reads images
+    count = sum(id == soft for id in ids)
     if count != len(images):
         raise ValueError(
             f"the prompt holds {count} placeholders of images and {len(images)} images are given; "
             "write <|image|> where each belongs"
         )
     rest = iter(images)
-    return list(chain.from_iterable(_spelled(id, rest, config) for id in ids))
-
-
-def _spelled(id: int, images: Any, config: Config) -> list[int]:
-    if id != config.image_token_id:
-        return [id]
-    return [config.boi_token_id, *[id] * next(images).tokens, config.eoi_token_id]
+    spelled = ([begin, *[soft] * next(rest).tokens, end] if id == soft else [id] for id in ids)
+    return list(chain.from_iterable(spelled))
 
 
 def placed(ids: Sequence[int], images: Sequence[PreparedImage], config: Config) -> tuple[Placed, ...]:

@@ -5,12 +5,16 @@ training never draws them, evaluation draws nothing else.
 """
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from dgemma_jax.text import render_chat
+from dgemma_jax.config import Config
+from dgemma_jax.image_batch import ImageBatch
+from dgemma_jax.images import PreparedImage, image_batch, prepare
+from dgemma_jax.images.placement import expand, source_of, vision_of
+from dgemma_jax.text.chat import segments
 from dgemma_jax.train import tokenizer as ids
 from dgemma_jax.train.skills import SKILLS, UNMEASURED, Question
 from dgemma_jax.train.skills.question import HeldOut, side
@@ -19,12 +23,14 @@ from dgemma_jax.train.skills.question import HeldOut, side
 class Example(NamedTuple):
     """A rendered prompt and the answer that follows it, as strings with control tokens.
 
-    gap: of an infilling answer, the part in characters that is to be filled; the rest is given.
+    gap: of an infilling answer, the part in characters that is to be filled; the rest is given. images: of the
+    placeholders in the prompt, see `images.prepare`.
     """
 
     prompt: str
     answer: str
     gap: tuple[int, int] | None = None
+    images: tuple[Any, ...] = ()
 
 
 class Batch(NamedTuple):
@@ -32,7 +38,7 @@ class Batch(NamedTuple):
 
     tokens i32[B,T] (prompts and the canvases before, right-padded), lengths i32[B] (of these), canvas i32[B,C] (a part
     of the answer; behind the stop id, fill), answer i32[B] (positions of the canvas up to and with the stop id),
-    pinned bool[B,C] (positions that are given and never noised).
+    pinned bool[B,C] (positions that are given and never noised), images: those of all prompts, row after row, or None.
     """
 
     tokens: np.ndarray
@@ -40,12 +46,13 @@ class Batch(NamedTuple):
     canvas: np.ndarray
     answer: np.ndarray
     pinned: np.ndarray
+    images: ImageBatch | None = None
 
 
 def render(question: Question) -> Example:
     """The prompt as chat renders it."""
-    prompt = render_chat(question.messages, question.tools or None, question.thinking)
-    return Example(prompt, question.answer, question.gap)
+    prompt = segments(question.messages, question.tools or None, question.thinking)
+    return Example(str(prompt), question.answer, question.gap, tuple(map(source_of, prompt.media)))
 
 
 def sample(skill: str, rng: random.Random) -> Example:
@@ -67,16 +74,21 @@ def held_out(skill: str, count: int, seed: int) -> list[Example]:
     return list(found.values())
 
 
-def pack(examples: list[Example], tokenizer: Tokenizer, length: int, canvas_length: int, rng: random.Random) -> Batch:
-    """Encodes examples into arrays with T = `length`, C = `canvas_length`; the fill after the stop id is `<eos>`.
+def pack(examples: list[Example], tokenizer: Tokenizer, length: int, config: Config, rng: random.Random) -> Batch:
+    """Encodes examples into arrays with T = `length`, C and images as in `config`; the fill after the stop id is
+    `<eos>`.
 
     Of an answer of several canvases one is drawn, behind the ones before it. ValueError if something does not fit.
     """
-    B, C = len(examples), canvas_length
+    B, C = len(examples), config.canvas_length
     tokens, canvas = np.full((B, length), ids.PAD, np.int32), np.full((B, C), ids.EOS, np.int32)
     sizes, pinned = np.zeros((2, B), np.int32), np.zeros((B, C), bool)
+    images: list[PreparedImage] = []
     for row, example in enumerate(examples):
         prompt, answer = (tokenizer.encode(text).ids for text in example[:2])
+        if example.images:
+            own = [prepare(image, vision_of(config)) for image in example.images]
+            prompt, images = expand(prompt, own, config), images + own
         if example.gap and len(answer) > C:
             raise ValueError(f"{len(answer)} tokens with a gap exceed the canvas of {C}: {example}")
         done = C * rng.randrange(-(-len(answer) // C))
@@ -89,7 +101,8 @@ def pack(examples: list[Example], tokenizer: Tokenizer, length: int, canvas_leng
             first, last = gap_tokens(example, tokenizer)
             pinned[row] = True
             pinned[row, first:last] = False
-    return Batch(tokens, sizes[0], canvas, sizes[1], pinned)
+    shown = image_batch(images, vision_of(config)) if images else None
+    return Batch(tokens, sizes[0], canvas, sizes[1], pinned, shown)
 
 
 def gap_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import ml_dtypes
@@ -9,13 +10,13 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from dgemma_jax.config import Config, Rope
+from dgemma_jax.config import Config, Rope, VisionConfig
 from dgemma_jax.convert.hf import to_hf
 from dgemma_jax.train import tokenizer as ids
 
 
 def hf_config(config: Config, vocabulary: dict[str, int]) -> dict:
-    """`config.json` of a text-only model whose last layer is a full one; vocabulary: token string -> id."""
+    """`config.json` of a model whose last layer is a full one; vocabulary: token string -> id."""
     layers = {layer.kind: layer for layer in config.layers}
     text = {
         "model_type": "diffusion_gemma_text",
@@ -54,13 +55,35 @@ def hf_config(config: Config, vocabulary: dict[str, int]) -> dict:
         "model_type": "diffusion_gemma",
         "canvas_length": config.canvas_length,
         "tie_word_embeddings": True,
-        # The model takes no images, but transformers compares prompts with these ids all the same.
+        # Also of a model without image tower: transformers compares prompts with these ids all the same.
         "image_token_id": vocabulary["<|image|>"],
         "boi_token_id": vocabulary["<|image>"],
         "eoi_token_id": vocabulary["<image|>"],
         "dtype": "bfloat16",
-        "text_config": text,
-        "vision_config": None,
+        "text_config": text if config.vision is None else text | {"use_bidirectional_attention": "vision"},
+        "vision_config": None if config.vision is None else _vision(config.vision),
+    }
+
+
+def _vision(vision: VisionConfig) -> dict:
+    sizes = asdict(vision)
+    del sizes["max_soft_tokens"]
+    theta = sizes.pop("rope_theta")
+    return sizes | {
+        "model_type": "gemma4_vision",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {"rope_type": "axial", "rope_theta": theta},
+        "dtype": "bfloat16",
+    }
+
+
+def processor_config(vision: VisionConfig) -> dict:
+    """`preprocessor_config.json`: how transformers cuts images into the patches that the model reads."""
+    return {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": vision.patch_size,
+        "pooling_kernel_size": vision.pooling_kernel_size,
+        "max_soft_tokens": vision.max_soft_tokens,
     }
 
 
@@ -94,6 +117,8 @@ def export(directory: Path, config: Config, params: dict, tokenizer: Tokenizer, 
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     configs = {"config.json": hf_config(config, tokenizer.get_vocab()), "generation_config.json": GENERATION}
+    if config.vision is not None:
+        configs["preprocessor_config.json"] = processor_config(config.vision)
     for name, content in configs.items():
         (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
     tensors = {name: np.ascontiguousarray(t.astype(ml_dtypes.bfloat16)) for name, t in to_hf(params, config).items()}

@@ -20,6 +20,10 @@ _VECTORS = {
 }
 
 
+# Left to Adam: what is looked up, compared, or read from outside the model.
+OTHER_MATRICES = ("table", "proj", "input_proj", "position_table", "projection")
+
+
 def initial_params(abstract: dict, seed: int) -> dict:
     """fp32 params for a tree of shapes: matrices and embeddings N(0, 1 / fan-in), vectors and scalars constant.
 
@@ -30,7 +34,7 @@ def initial_params(abstract: dict, seed: int) -> dict:
     values = []
     for key, (path, leaf) in zip(keys, leaves, strict=True):
         owner, name = (entry.key for entry in path[-2:])
-        if name in MATRICES or name in ("table", "proj"):
+        if name in MATRICES or name in OTHER_MATRICES:
             values.append(jax.random.normal(key, leaf.shape) * _fan_in(name, leaf.shape) ** -0.5)
         else:
             start = _VECTORS.get(owner, lambda n: 1.0) if name == "scale" else lambda n: 1.0
@@ -39,8 +43,10 @@ def initial_params(abstract: dict, seed: int) -> dict:
 
 
 def _fan_in(name: str, shape: tuple[int, ...]) -> int:
-    """Inputs of one output: the width D for the table (it is the vocabulary head, transposed) and the router."""
-    if name == "table":
-        return shape[1]
+    """Inputs of one output: the width D for the table (it is the vocabulary head, transposed) and the router; for the
+    position table its own width, so that its rows are small beside the patches.
+    """
+    if name in ("table", "position_table"):
+        return shape[-1]
     axes = MATRICES[name].reduction_axis if name in MATRICES else 0
     return math.prod(shape[axis] for axis in ((axes,) if isinstance(axes, int) else axes))

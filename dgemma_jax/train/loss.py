@@ -74,7 +74,7 @@ def diffusion_loss(
     denoise_pass, encode_pass = _passes(graph, objective.remat)
 
     cache = init_cache(config, rows, batch.tokens.shape[1], "float32")
-    cache = encode_pass(params, batch.tokens, batch.lengths, cache)
+    cache = encode_pass(params, batch.tokens, batch.lengths, cache, batch.images)
     each = (cache, batch.canvas, batch.answer, batch.pinned)
     cache, target, answer, pinned = jax.tree.map(lambda array: jnp.repeat(array, copies, axis=0), each)
 
@@ -95,8 +95,8 @@ def diffusion_loss(
 
 
 def _passes(graph, remat: bool):
-    def encode_pass(params, tokens, lengths, cache):
-        return encode(graph, params, tokens, lengths, cache)[0]
+    def encode_pass(params, tokens, lengths, cache, images):
+        return encode(graph, params, tokens, lengths, cache, images)[0]
 
     def denoise_pass(params, canvas, cache, soft):
         return denoise_logits(graph, params, canvas, cache, soft)

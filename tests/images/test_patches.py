@@ -69,7 +69,25 @@ def test_digests_tell_images_apart():
     other[5, 5, 0] ^= 1
     turned = replace(image, columns=8)
     assert len({image.digest, prepare(other, SMALL).digest, turned.digest, prepare(NOISE, SMALL, 140).digest}) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"patches": np.zeros((256, 768), np.uint8)},
+        {"patches": np.zeros((256, 48), np.float32)},
+        {"columns": 15},
+        {"columns": 0},
+        {"tokens": 63},
+        {"patches": np.zeros((4, 48), np.uint8), "columns": 4, "tokens": 1},
+        {"patches": np.zeros((4 * 1121, 48), np.uint8), "columns": 2, "tokens": 1121},
+    ],
+)
+def test_an_image_prepared_for_another_model_is_refused(change):
+    image = prepare(NOISE, SMALL)
     assert prepare(image, SMALL) is image
+    with pytest.raises(ValueError, match="prepare it for this model"):
+        prepare(replace(image, **change), SMALL)
 
 
 def test_what_the_model_cannot_read_is_refused():

@@ -46,7 +46,7 @@ class PreparedImage:
 
 
 def prepare(source: Any, vision: VisionConfig, max_soft_tokens: int | None = None) -> PreparedImage:
-    """The patches of a picture, see `open_image` for what may hold one; a PreparedImage is given back as it is.
+    """The patches of a picture. source: see `open_image`; a PreparedImage is given back as it is.
 
     max_soft_tokens: the budget that the image is enlarged or shrunk to, one of BUDGETS; None is the model's. ValueError
     for what cannot be read or is too narrow for the model.
@@ -66,7 +66,7 @@ def prepare(source: Any, vision: VisionConfig, max_soft_tokens: int | None = Non
 
 
 def target_size(height: int, width: int, vision: VisionConfig, max_soft_tokens: int | None = None) -> tuple[int, int]:
-    """Height and width that an image is resized to: multiples of a soft token's side, as many as the budget allows.
+    """What an image of height x width pixels becomes: multiples of a soft token's side, as many as the budget allows.
 
     ValueError for a budget that is none of BUDGETS, and for an image longer than the position table.
     """

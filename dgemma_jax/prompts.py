@@ -82,9 +82,10 @@ class PromptReader:
 
     def prepare(self, images: Sequence[Any]) -> list[PreparedImage]:
         """The patches of images, see `images.prepare`."""
-        if images and not reads_images(self.config):
+        vision = self.config.vision
+        if images and (vision is None or not reads_images(self.config)):
             raise ValueError(NO_IMAGES)
-        return [prepare(image, self.config.vision) for image in images]
+        return [prepare(image, vision) for image in images] if vision is not None else []
 
     def room(self, tokens: int, or_more: str = "") -> int:
         """The tokens that an answer may have behind a prompt of so many."""

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +80,8 @@ class Told(NamedTuple):
 
     def draft(self, slot: int) -> Draft:
         """The canvas as it is."""
-        row = (self.best[slot], self.steps[slot], self.accepted[slot], self.entropy[slot])
-        return Draft(*(figures.tolist() for figures in row))
+        figures: list[Any] = [figure[slot].tolist() for figure in (self.best, self.steps, self.accepted, self.entropy)]
+        return Draft(*figures)
 
     def top(self, slot: int, n: int | None) -> list[Top]:
         """For each position the `n` likeliest ids and their log-probabilities."""

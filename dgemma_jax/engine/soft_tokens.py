@@ -30,6 +30,8 @@ class SoftTokens:
     """
 
     def __init__(self, config: Config, programs: Programs, params: dict, dtype: str):
+        assert config.vision is not None  # see `reads_images`
+        self.vision = config.vision
         self.config, self.programs, self.params, self.dtype = config, programs, params, dtype
         self.seen = 0  # images that went through the tower
         self._features: dict[bytes, Array] = {}
@@ -53,7 +55,7 @@ class SoftTokens:
 
     def calls(self, sizes: Iterable[int]) -> list[tuple]:
         """What to compile for chunks of these sizes, for `Programs.compile`."""
-        vision, shape = self.config.vision, jax.ShapeDtypeStruct
+        vision, shape = self.vision, jax.ShapeDtypeStruct
         tokens = vision.max_soft_tokens
         patches = tokens * vision.pooling_kernel_size**2
         batch = ImageBatch(
@@ -67,7 +69,7 @@ class SoftTokens:
 
     def _of(self, image: PreparedImage) -> Array:
         if image.digest not in self._features:
-            vision = self.config.vision
+            vision = self.vision
             budget = next(budget for budget in BUDGETS if budget >= image.tokens)  # few, so that few programs serve all
             batch = image_batch([image], vision, patches=budget * vision.pooling_kernel_size**2)
             self._features[image.digest] = self.programs.features(self.params, batch)

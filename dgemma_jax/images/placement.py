@@ -57,7 +57,9 @@ def expand(ids: Sequence[int], images: Sequence[PreparedImage], config: Config) 
 def _spelled(id: int, images: Any, config: Config) -> list[int]:
     if id != config.image_token_id:
         return [id]
-    return [config.boi_token_id, *[id] * next(images).tokens, config.eoi_token_id]
+    begin, end = config.boi_token_id, config.eoi_token_id
+    assert begin is not None and end is not None  # see `reads_images`
+    return [begin, *[id] * next(images).tokens, end]
 
 
 def placed(ids: Sequence[int], images: Sequence[PreparedImage], config: Config) -> tuple[Placed, ...]:

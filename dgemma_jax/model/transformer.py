@@ -117,7 +117,7 @@ class Transformer(nnx.Module):
         blocks: which image a token belongs to, 0 for text. Soft tokens take the place of those embeddings, unscaled.
         """
         causal, x = jnp.ones(tokens.shape[0], bool), self.embedder(tokens)
-        if blocks is not None:
+        if blocks is not None and soft is not None:
             x = jnp.where((blocks != 0)[..., None], soft.astype(x.dtype), x)
         return self.run(x, cache, lengths, causal, keep=lengths, blocks=blocks)
 

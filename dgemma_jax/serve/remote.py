@@ -54,9 +54,10 @@ def _checked(url: str) -> SplitResult:
 def _once(parts: SplitResult, deadline: float, most_bytes: int) -> bytes | str:
     """The body of one response, or where it redirects to."""
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    with _Line(_connected(parts.hostname, port, deadline), _left(deadline)) as line:
+    host = parts.hostname or ""  # `_checked` refuses a URL without
+    with _Line(_connected(host, port, deadline), _left(deadline)) as line:
         if parts.scheme == "https":
-            line.encrypt(parts.hostname)
+            line.encrypt(host)
         return _exchange(line.socket, parts, most_bytes)
 
 
@@ -81,7 +82,7 @@ def _exchange(sock: socket.socket, parts: SplitResult, most_bytes: int) -> bytes
 def _connected(host: str, port: int, deadline: float) -> socket.socket:
     """A connection to the first of a host's addresses that answers; all of them must be public."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [ipaddress.ip_address(address[0].split("%")[0]) for *_, address in found]
+    addresses = [ipaddress.ip_address(str(address[0]).split("%")[0]) for *_, address in found]
     if not all(map(is_public, addresses)):
         raise ValueError(f"image host {host!r:.100} has an address that is not public; it is not fetched")
     for address in addresses[:-1]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.capacity import check_slots, context
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request
-from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Event, Failed, Job, Scheduler, draft_interval
+from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Failed, Job, Scheduler, draft_interval
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
@@ -149,7 +149,8 @@ class Model:
     ) -> Iterator[tuple[int, Canvas | Finished]]:
         """`generate` as it happens: (index of the prompt, event), a Canvas per canvas and a Finished per prompt."""
         requests = self._requests(prompts, sampling, seed, images)
-        return self.serve(enumerate(requests), _slots(slots, len(requests)), policy)
+        served = self.serve(enumerate(requests), _slots(slots, len(requests)), policy)
+        return ((index, event) for index, event in served if not isinstance(event, Draft))  # there are none
 
     def stream(
         self,
@@ -266,11 +267,11 @@ class Model:
         if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
             if images is not None:
                 raise ValueError("images go with a plain prompt; those of a conversation are parts of its messages")
-            prompt, images, in_thought = self._read(prompt, tools, thinking)
+            prompt, images, in_thought = self._read(cast(Sequence[Mapping], prompt), tools, thinking)
             turn = Turn(tools, in_thought)
         elif tools or thinking:
             raise ValueError("tools and thinking go with the messages of a conversation, not with a plain prompt")
-        request, *more = self._requests([prompt], sampling, seed, [images])
+        request, *more = self._requests([cast(Prompt, prompt)], sampling, seed, [images])
         if more:
             raise ValueError(f"n is {1 + len(more)}; one answer is given here: use generate for several")
         return replace(request, turn=turn)
@@ -281,7 +282,7 @@ class Model:
         slots: int | None = None,
         policy: Policy | None = None,
         drafts: int | None = None,
-    ) -> Iterator[tuple[Name, Event]]:
+    ) -> Iterator[tuple[Name, Draft | Canvas | Finished]]:
         """(name, event) as things happen, with a Finished for every request; each is asked for once a slot is near.
 
         requests: named requests, as many as you like. slots: see `generate`; None is 8. drafts: steps between two
@@ -364,7 +365,7 @@ class Model:
 
 def _served(
     scheduler: Scheduler, requests: Iterator[tuple[Name, Request]], drafts: int | None
-) -> Iterator[tuple[Name, Event]]:
+) -> Iterator[tuple[Name, Draft | Canvas | Finished]]:
     names: dict[Job, Name] = {}
     while True:
         while len(scheduler.waiting) < len(scheduler.jobs) and (pair := next(requests, None)) is not None:

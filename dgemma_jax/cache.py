@@ -69,7 +69,11 @@ def write(
     if not ring:
         kept &= position < slots
     rows = jnp.arange(buffer.shape[0])[:, None]
-    return buffer.at[rows, jnp.where(kept, position % slots, slots)].set(new.astype(buffer.dtype), mode="drop")
+    return (
+        jnp.asarray(buffer)
+        .at[rows, jnp.where(kept, position % slots, slots)]
+        .set(new.astype(buffer.dtype), mode="drop")
+    )
 
 
 def grow(config: Config, cache: KVCache, capacity: int) -> KVCache:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from dgemma_jax.config import INT4_GROUP, Config, LayerConfig, Rope, VisionConfig, check, is_int
 
@@ -274,7 +274,7 @@ def _image_ids(top: _Section, vocab_size: int) -> dict[str, Any]:
     return {name: None if name in outside else value for name, value in ids.items()}
 
 
-def _image_blocks(text: _Section, images: bool) -> str:
+def _image_blocks(text: _Section, images: bool) -> Literal["all", "none"]:
     """Where an image's tokens see each other; in a model that has no images this means nothing and stays "all"."""
     value = text.take("use_bidirectional_attention")
     check(value in ("vision", None), text.prefix + "use_bidirectional_attention", value, '"vision" or null')

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from dgemma_jax.cache import KVCache
@@ -151,7 +152,7 @@ def _check_ids(name: str, ids: Array, cache: KVCache, config: Config) -> None:
     """Rows must be the cache's; a lookup clamps ids beyond the table without a word, so they are found here."""
     if ids.shape[0] != len(cache.lengths):
         raise ValueError(f"{name} have {ids.shape[0]} rows and the cache {len(cache.lengths)}; they must be the same")
-    if isinstance(ids, jax.core.Tracer):
+    if isinstance(ids, Tracer):
         return
     low, high = int(jnp.min(ids)), int(jnp.max(ids))
     if low < 0 or high >= config.vocab_size:
@@ -166,7 +167,7 @@ def _check_tower(config: Config) -> None:
 def _check_places(images: ImageBatch, holes: Array) -> None:
     if len(images.counts) == 0:
         raise ValueError("images hold no image; expected at least one, or None")
-    if isinstance(holes, jax.core.Tracer) or isinstance(images.counts, jax.core.Tracer):
+    if isinstance(holes, Tracer) or isinstance(images.counts, Tracer):
         return
     places, tokens = int(jnp.sum(holes)), int(np.sum(images.counts))
     if places != tokens:
@@ -176,7 +177,7 @@ def _check_places(images: ImageBatch, holes: Array) -> None:
 def _check_lengths(lengths: Array, tokens: int, cache: KVCache) -> None:
     if lengths.shape != cache.lengths.shape or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths are {lengths.dtype}{list(lengths.shape)}; expected one integer per row of the cache")
-    if isinstance(lengths, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
+    if isinstance(lengths, Tracer) or isinstance(cache.lengths, Tracer):
         return
     low, high, total = int(jnp.min(lengths)), int(jnp.max(lengths)), int(jnp.max(cache.lengths + lengths))
     if low < 0 or high > tokens:

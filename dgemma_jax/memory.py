@@ -21,6 +21,7 @@ def _host() -> tuple[int, int]:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # free pages alone would leave out the file cache, which a big load has just filled
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return tuple(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        return total, available
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total, total

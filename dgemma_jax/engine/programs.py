@@ -135,7 +135,7 @@ def _prefill(
 
 
 def _place(soft: Hidden, features: Float[Array, "1 Q D"], at: Int32[Array, ""]) -> Hidden:
-    return soft.at[0, at + jnp.arange(features.shape[1])].set(features[0], mode="drop")
+    return jnp.asarray(soft).at[0, at + jnp.arange(features.shape[1])].set(features[0], mode="drop")
 
 
 def _take(cache: KVCache, slot: Int32[Array, ""]) -> KVCache:

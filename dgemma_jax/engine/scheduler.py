@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from dgemma_jax.events import Canvas, Draft, Finished
 from dgemma_jax.images.placement import reads_images
 from dgemma_jax.kernels.vocab_head import Likeliest
 from dgemma_jax.memory import free_bytes
-from dgemma_jax.sampling import BUILT_IN, Sampling
+from dgemma_jax.sampling import BUILT_IN, Resolved
+from dgemma_jax.shapes import Array
 from dgemma_jax.text.tokenizer import Tokenizer
 
 SMALLEST_CHUNK, PREFILL_CHUNK = 64, 1024  # tokens of a prompt that are encoded at once
@@ -59,26 +60,32 @@ class Job:
     cancelled: bool = False
     steps: int = 0
 
+    @property
+    def row(self) -> int:
+        """Its slot, once it has one."""
+        assert self.slot is not None
+        return self.slot
+
 
 class Told(NamedTuple):
     """What the host reads of the slots after some passes; see `diffusion.step.CanvasState`. Arrays, a row per slot."""
 
-    ready: np.ndarray
-    steps: np.ndarray
-    best: np.ndarray
-    logprob: np.ndarray
+    ready: Array
+    steps: Array
+    best: Array
+    logprob: Array
     likeliest: Likeliest | None
-    accepted: np.ndarray
-    entropy: np.ndarray
+    accepted: Array
+    entropy: Array
 
     def draft(self, slot: int) -> Draft:
         """The canvas as it is."""
-        row = (self.best[slot], self.steps[slot], self.accepted[slot], self.entropy[slot])
-        return Draft(*(figures.tolist() for figures in row))
+        figures: list[Any] = [figure[slot].tolist() for figure in (self.best, self.steps, self.accepted, self.entropy)]
+        return Draft(*figures)
 
     def top(self, slot: int, n: int | None) -> list[Top]:
         """For each position the `n` likeliest ids and their log-probabilities."""
-        if not n:
+        if not n or self.likeliest is None:
             return []
         ids, logprobs = self.likeliest.ids[slot, :, :n].tolist(), self.likeliest.logprobs[slot, :, :n].tolist()
         return [list(zip(*position, strict=True)) for position in zip(ids, logprobs, strict=True)]
@@ -208,7 +215,7 @@ class Scheduler:
         self._make_room(end)
         tokens = np.zeros((1, padded_size(len(chunk), self.prefill_chunk)), np.int32)
         tokens[0, : len(chunk)] = chunk
-        where = np.int32([job.slot, job.encoded, len(chunk)])
+        where = np.array([job.row, job.encoded, len(chunk)], np.int32)
         with self.stats.clock("device_seconds"):
             soft = self.soft_tokens.of_chunk(images, job.encoded, end, tokens.shape[1]) if self.soft_tokens else ()
             self.cache = self.programs.prefill(self.params, self.cache, tokens, *where, *soft)
@@ -235,14 +242,14 @@ class Scheduler:
             return
         self._make_room(found.row.capacity)
         row = self.programs.grow(found.row, self.cache.capacity)
-        self.cache = self.programs.put(self.cache, row, np.int32(job.slot))
+        self.cache = self.programs.put(self.cache, row, np.int32(job.row))
         job.encoded = job.answer.cached_tokens = found.length
 
     def _keep(self, job: Job) -> None:
         """Keep the encoded prompt for requests that go on from there."""
         ids, images = job.request.ids, job.request.images
         if self.prefixes.capacity and not self.prefixes.holds(ids, images):
-            row = self.programs.take(self.cache, np.int32(job.slot), self._bucket(job.encoded))
+            row = self.programs.take(self.cache, np.int32(job.row), self._bucket(job.encoded))
             self.prefixes.add(ids, row, images)
 
     def warmup(self) -> int:
@@ -265,7 +272,7 @@ class Scheduler:
         request = job.request
         asked = admission(self.config, request.sampling, key_from_seed(request.seed, request.copy))
         with self.stats.clock("device_seconds"):
-            self.slots = self.programs.admit(self.slots, np.int32(job.slot), *asked)
+            self.slots = self.programs.admit(self.slots, np.int32(job.row), *asked)
         job.at_work = True
 
     def _until_draft(self) -> int:
@@ -280,7 +287,7 @@ class Scheduler:
     def _harvest(self, told: Told) -> Iterator[tuple[Job, Event]]:
         """Tell what the passes brought: drafts, finished canvases, and answers that are complete."""
         for job in [job for job in self.jobs if job is not None and job.at_work]:
-            slot, seen = job.slot, job.steps
+            slot, seen = job.row, job.steps
             self.stats.commits += job.committing
             job.committing, job.steps = False, int(told.steps[slot])
             if job.drafts and job.steps != seen and job.steps % job.drafts == 0:
@@ -291,8 +298,8 @@ class Scheduler:
     def _take(self, job: Job, told: Told) -> Iterator[tuple[Job, Event]]:
         """Adds a finished canvas to its answer; an error in that, which is the tokenizer's, ends this request alone."""
         try:
-            canvas, logprobs = told.best[job.slot].tolist(), told.logprob[job.slot].tolist()
-            event = job.answer.take(canvas, logprobs, job.steps, told.top(job.slot, job.request.sampling.top_logprobs))
+            canvas, logprobs = told.best[job.row].tolist(), told.logprob[job.row].tolist()
+            event = job.answer.take(canvas, logprobs, job.steps, told.top(job.row, job.request.sampling.top_logprobs))
             ended = job.answer.finish_reason is not None and Finished(job.answer.completion())
         except Exception as error:
             self._leave(job)
@@ -355,7 +362,7 @@ def chunk_sizes(largest: int) -> list[int]:
     return sizes
 
 
-def admission(config: Config, sampling: Sampling, key: jax.Array) -> tuple:
+def admission(config: Config, sampling: Resolved, key: Array) -> tuple:
     """What the program `admit` wants of a request: key, knobs, suppressed ids, canvas and pinned places of one row."""
     C = config.canvas_length
     suppress = np.zeros((1, config.vocab_size), bool)

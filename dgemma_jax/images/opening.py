@@ -95,11 +95,11 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_array(array: np.ndarray) -> np.ndarray:
-    shape = list(array.shape)
+    shape: list[int] = list(array.shape)
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         expected = "uint8 [H,W], [H,W,1], [H,W,3] or [H,W,4] with values 0 .. 255"
         raise ValueError(f"the image is an array {array.dtype}{shape}; expected {expected}")
-    _check_size(*shape[:2], f"the image array {shape}")
+    _check_size(shape[0], shape[1], f"the image array {shape}")
     array = array.reshape(*shape[:2], -1)
     if array.shape[2] == 1:
         return np.repeat(array, 3, axis=2)

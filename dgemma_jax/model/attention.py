@@ -1,5 +1,7 @@
 """Attention of one layer: projections, norms, rotary positions, then the mixed-causal op."""
 
+from typing import cast
+
 from flax import nnx
 from jaxtyping import Float32
 
@@ -57,7 +59,7 @@ class Attention(nnx.Module):
         how = {"window": self.window, "implementation": self.implementation}
         if blocks is not None and self.blocks:
             how |= {"blocks": blocks, "clip_blocks": self.clip_blocks}
-        out = mixed_attention(q, k, v, prefix_k, prefix_v, *rows, **how)
+        out = cast(Queries, mixed_attention(q, k, v, prefix_k, prefix_v, *rows, **how))
         joined = out.reshape(-1, out.shape[2] * out.shape[3])
         return matmul(joined, as_matrix(self.o[...], inputs=2), implementation=self.dense).reshape(x.shape), k, v
 

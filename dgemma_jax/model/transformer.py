@@ -4,7 +4,7 @@ Source: transformers' DiffusionGemma; the equations are restated where they are 
 """
 
 from dataclasses import dataclass, replace
-from functools import reduce
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -49,6 +49,14 @@ DIFFERENTIABLE = Implementations(attention="reference", experts="reference")
 
 class Layer(nnx.Module):
     """Attention, then a dense MLP and experts side by side, every branch normed before and after."""
+
+    input_norm: RMSNorm
+    post_attention_norm: RMSNorm
+    pre_mlp_norm: RMSNorm
+    post_mlp_norm: RMSNorm
+    pre_experts_norm: RMSNorm
+    post_experts_norm: RMSNorm
+    post_feedforward_norm: RMSNorm
 
     def __init__(self, config: Config, layer: LayerConfig, dtype: str, implementations: Implementations):
         for name in LAYER_NORMS:
@@ -109,7 +117,7 @@ class Transformer(nnx.Module):
         blocks: which image a token belongs to, 0 for text. Soft tokens take the place of those embeddings, unscaled.
         """
         causal, x = jnp.ones(tokens.shape[0], bool), self.embedder(tokens)
-        if blocks is not None:
+        if blocks is not None and soft is not None:
             x = jnp.where((blocks != 0)[..., None], soft.astype(x.dtype), x)
         return self.run(x, cache, lengths, causal, keep=lengths, blocks=blocks)
 
@@ -167,11 +175,14 @@ class Transformer(nnx.Module):
 
 def quantize_weights(model: Transformer, quantization: str) -> None:
     """Replaces every Param that is stored in 8 or 4 bits, see `dgemma_jax.quantization`."""
-    for path, param in nnx.to_flat_state(nnx.state(model)):
+    flat: Any = nnx.to_flat_state(nnx.state(model))
+    for path, param in flat:
         spec = quantized_spec(path, param.get_value().shape, quantization)
         if spec is not None:
             *outer, name = path
-            owner = reduce(lambda node, key: node[key] if isinstance(key, int) else getattr(node, key), outer, model)
+            owner: Any = model
+            for key in outer:
+                owner = owner[key] if isinstance(key, int) else getattr(owner, key)
             setattr(owner, name, QuantizedWeight(spec))
 
 

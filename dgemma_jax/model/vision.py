@@ -4,6 +4,8 @@ Source: transformers' Gemma 4 vision model, as DiffusionGemma uses it. Letters h
 tokens of each, k the side of the pooling kernel.
 """
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +15,7 @@ from dgemma_jax.config import Config, Rope, VisionConfig
 from dgemma_jax.image_batch import ImageBatch
 from dgemma_jax.kernels.mixed_attention import mixed_attention
 from dgemma_jax.model.layers import RMSNorm, inverse_frequencies, rms_norm, rotate, weight
-from dgemma_jax.shapes import Array, Blocks, Hidden, Lengths
+from dgemma_jax.shapes import Array, Blocks, Hidden, Lengths, Queries
 
 Patches = Float[Array, "B P M"]
 Positions = Int32[Array, "B P 2"]
@@ -78,7 +80,7 @@ class VisionAttention(nnx.Module):
         rows = (jnp.zeros_like(length), length, jnp.zeros_like(length, bool))
         out = mixed_attention(q, k, v, nothing, nothing, *rows, window=None, implementation=self.implementation)
         o = self.o[...]
-        return linear(out.reshape(*x.shape[:2], -1), o.reshape(-1, o.shape[2]), self.o_clip)
+        return linear(cast(Queries, out).reshape(*x.shape[:2], -1), o.reshape(-1, o.shape[2]), self.o_clip)
 
     @staticmethod
     def _turned(x: Float[Array, "B P N H"], tables: Float32[Array, "axes 2 B P h"]) -> Float[Array, "B P N H"]:
@@ -106,6 +108,11 @@ class VisionMLP(nnx.Module):
 
 class VisionLayer(nnx.Module):
     """Attention and MLP, each normed before and after, on a plain residual stream."""
+
+    input_norm: RMSNorm
+    post_attention_norm: RMSNorm
+    pre_mlp_norm: RMSNorm
+    post_mlp_norm: RMSNorm
 
     def __init__(self, vision: VisionConfig, dtype: str, implementation: str):
         for name in ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm"):

@@ -69,15 +69,9 @@ def run(steps: int, path: Path) -> dict:
     print(f"{sum(leaf.size for leaf in jax.tree.leaves(abstract)):,} parameters, from step {state.step}", flush=True)
 
     def batches(step: int) -> data.Batch:
-<<<<<<< HEAD
         length, rows = bucket(step)
         rng = random.Random(f"{SEED} {step}")
-        return data.pack(data.draw(rows, rng), tokenizer, length, config.canvas_length, rng)
-=======
-        length, rows = bucket(stage, step)
-        rng = random.Random(f"{SEED} {done + step}")
         return data.pack(data.draw(rows, rng), tokenizer, length, config, rng)
->>>>>>> heads/images
 
     update = trainer.make_update(partial(diffusion_loss, graph, config, Objective()), rule, SEED)
     logs, saved = {b.length: Log(b.length) for b in BUCKETS}, time.monotonic()

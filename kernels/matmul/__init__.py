@@ -1,7 +1,5 @@
 """The dense product of a layer: rows times a matrix, which may be quantised."""
 
-from typing import Literal
-
 from jaxtyping import Float
 
 from dgemma_jax.kernels.matmul import reference, xla
@@ -19,9 +17,7 @@ def _pallas(x: Array, matrix: Matrix) -> Array:
 IMPLEMENTATIONS = {"reference": reference.matmul, "xla": xla.matmul, "pallas": _pallas}
 
 
-def matmul(
-    x: Float[Array, "R K"], matrix: Matrix, *, implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"
-) -> Float[Array, "R N"]:
+def matmul(x: Float[Array, "R K"], matrix: Matrix, *, implementation: str = "auto") -> Float[Array, "R N"]:
     """x @ matrix in the dtype of x. implementation: of the product with a quantised matrix; one with an array is XLA's.
 
     The definition rounds the numbers of a quantised matrix to the dtype of x once; where a product scales sums instead,

@@ -1,6 +1,6 @@
 """Attention of one layer over two pieces: the cached prefix (read only) and the keys of the pass itself."""
 
-from typing import Any, Literal
+from typing import Any
 
 from dgemma_jax.kernels.mixed_attention import reference, xla
 from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
@@ -49,7 +49,7 @@ def mixed_attention(
     blocks: Blocks | None = None,
     clip_blocks: bool = False,
     return_lse: bool = False,
-    implementation: Literal["auto", "reference", "xla", "pallas", "triton"] = "auto",
+    implementation: str = "auto",
 ) -> Queries | tuple[Queries, LogSums]:
     """softmax(q . k) v over [cached prefix ; own keys], scale 1, causal row by row.
 

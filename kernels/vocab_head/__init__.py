@@ -1,7 +1,5 @@
 """The vocabulary head: from the last hidden states of a canvas to everything that denoising needs of its logits."""
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
@@ -29,7 +27,7 @@ def vocab_head(
     top_k: Lengths | None = None,
     top_p: PerRow | None = None,
     ids: Canvas | None = None,
-    implementation: Literal["auto", "reference", "xla"] = "auto",
+    implementation: str = "auto",
 ) -> HeadStats:
     """Soft-capped logits of every position, reduced to argmax, proposal, entropy, log-probability and soft embedding.
 

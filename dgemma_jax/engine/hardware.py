@@ -1,6 +1,6 @@
 """What a model takes of a GPU that need not be there: memory, the floors of a pass, and tokens per second at them.
 
-Computed from the model's shapes and the data sheets, but for the step's temporaries, which a compiler reported.
+Computed from the model's shapes and the data sheets; the step's temporaries are the compiler's where it reported them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,8 @@ GPUS = {
     "gb10": Gpu("NVIDIA GB10 (DGX Spark)", 128e9, 0.273e12, 125e12, "GB10", 0.85),
 }
 # MiB of one slot and of each further one, by GPU and weights: the loop of the 26B model with 8,192 positions a slot,
-# compiled without a device. `python -m benchmarks.gpu_aot` prints them; benchmarks/results/gpu_aot.json keeps them.
-TEMPORARIES = {
-    ("H200", "bf16"): (64.0, 42.0),
-    ("H200", "int8"): (64.0, 42.0),
-    ("H200", "int4"): (64.0, 42.0),
-    ("GB10", "bf16"): (64.0, 42.0),
-    ("GB10", "int8"): (64.0, 42.0),
-    ("GB10", "int4"): (64.0, 42.0),
-}
+# compiled without a device, as `python -m benchmarks.gpu_aot` stores them. None is stored yet.
+TEMPORARIES: dict[tuple[str, str], tuple[float, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,8 @@ def estimate(config: Config, gpu: str, weights: str, slots: int, max_model_len: 
     check(weights in WEIGHTS, "weights", weights, "one of " + ", ".join(WEIGHTS))
     config, chosen = replace(config, dtype=DTYPE, quantization=WEIGHTS[weights]), GPUS[gpu]
     stored = _stored(config)
-    compiled = replace(config, vision=None, quantization=None) == replace(gemma_26b_a4b(), vision=None)
+    same = replace(config, vision=None, quantization=None) == replace(gemma_26b_a4b(), vision=None)
+    compiled = same and (chosen.compiled, weights) in TEMPORARIES
     temporaries: float = step_bytes(config, DTYPE, slots)
     if compiled:
         one, more = (MIB * figure for figure in TEMPORARIES[chosen.compiled, weights])

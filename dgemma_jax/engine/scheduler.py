@@ -31,6 +31,8 @@ from dgemma_jax.text.tokenizer import Tokenizer
 SMALLEST_CHUNK, PREFILL_CHUNK = 64, 1024  # tokens of a prompt that are encoded at once
 UNTIL_READY = 2**31 - 1
 
+TEXT_ONLY = (None, None)  # soft tokens of a chunk's images, and where they are
+
 
 @dataclass(frozen=True)
 class Failed:
@@ -217,7 +219,9 @@ class Scheduler:
         tokens[0, : len(chunk)] = chunk
         where = np.array([job.row, job.encoded, len(chunk)], np.int32)
         with self.stats.clock("device_seconds"):
-            soft = self.soft_tokens.of_chunk(images, job.encoded, end, tokens.shape[1]) if self.soft_tokens else ()
+            soft = (
+                self.soft_tokens.of_chunk(images, job.encoded, end, tokens.shape[1]) if self.soft_tokens else TEXT_ONLY
+            )
             self.cache = self.programs.prefill(self.params, self.cache, tokens, *where, *soft)
         job.encoded = end
         if job.encoded == len(job.request.ids):
@@ -256,7 +260,7 @@ class Scheduler:
         """Compile, before the first request, what serving needs; returns how many programs. The cache must be fixed."""
         nobody, one = np.zeros(len(self.jobs), bool), np.int32(1)
         sizes = chunk_sizes(self.prefill_chunk)
-        soft = {size: self.soft_tokens.of_chunk((), 0, 0, size) if self.soft_tokens else () for size in sizes}
+        soft = {size: self.soft_tokens.of_chunk((), 0, 0, size) if self.soft_tokens else TEXT_ONLY for size in sizes}
         chunk = lambda size: np.zeros((1, size), np.int32)  # noqa: E731
         calls = [
             ("advance", self.policy, self.params, self.cache, self.slots, nobody, nobody, one),

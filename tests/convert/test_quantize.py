@@ -172,7 +172,9 @@ def test_a_dtype_is_that_of_the_other_weights(source, converted, tmp_path):
 
 def test_what_cannot_be_converted_is_refused(source, converted, tmp_path, capsys):
     target = tmp_path / "target"
-    assert "quantised to int8; convert what it was made from" in error_of(capsys, "convert", converted["int8"], target)
+    assert "quantised to int8; convert the model it was made from" in error_of(
+        capsys, "convert", converted["int8"], target
+    )
     assert "only written as Orbax items" in error_of(
         capsys, "convert", source, target, "--quantize", "int4", "--to", "hf"
     )

@@ -125,7 +125,8 @@ def sigmoid_gelu(subject):
 
 @mutant
 def embedding_is_not_scaled(subject):
-    subject.patch.setattr(Embedder, "scale", 1.0)
+    scaled = Embedder.__call__
+    subject.patch.setattr(Embedder, "__call__", lambda self, ids: scaled(self, ids) / self.scale)
 
 
 def self_conditioning(subject: Subject, change) -> None:

@@ -35,6 +35,7 @@ CONFIG = replace(
     layers=(LayerConfig("full", 1, 16),),
     moe_intermediate_size=16,
 )
+BOTH_KINDS = replace(CONFIG, layers=(LayerConfig("sliding", 2, 16), LayerConfig("full", 1, 16)))
 GRAPH, ABSTRACT = build(CONFIG, "float32", DIFFERENTIABLE)
 OPTIMIZER = optimizer(10, matrix_rate=0.05, rate=0.02)
 UPDATE = trainer.make_update(partial(diffusion_loss, GRAPH, CONFIG, Objective(copies=8)), OPTIMIZER, seed=0)
@@ -227,21 +228,20 @@ def test_a_state_of_another_run_is_refused(tmp_path):
 
 def test_the_config_of_a_model_with_images_is_read_back():
     ids = {name: VOCABULARY.token_to_id(text) for name, text in IMAGE_IDS.items()}
-    config = replace(CONFIG, vision=replace(VISION, max_soft_tokens=280), **ids)
+    config = replace(BOTH_KINDS, vision=replace(VISION, max_soft_tokens=280), **ids)
     assert Config.from_hf(hf_config(config, VOCABULARY.get_vocab())) == replace(config, dtype="bfloat16")
     assert processor_config(VISION)["max_soft_tokens"] == 70  # which is a matter of this file
 
 
 def test_an_exported_model_loads(tmp_path):
-    both_kinds = replace(CONFIG, layers=(LayerConfig("sliding", 2, 16), LayerConfig("full", 1, 16)))
-    params = initial_params(build(both_kinds)[1], seed=0)
-    export(tmp_path / "model", both_kinds, params, VOCABULARY, "# card\n")
-    export(tmp_path / "model", both_kinds, params, VOCABULARY, "# card\n")
+    params = initial_params(build(BOTH_KINDS)[1], seed=0)
+    export(tmp_path / "model", BOTH_KINDS, params, VOCABULARY, "# card\n")
+    export(tmp_path / "model", BOTH_KINDS, params, VOCABULARY, "# card\n")
     config, loaded, text, defaults = open_checkpoint(tmp_path / "model")
     image, audio, video = (VOCABULARY.token_to_id(f"<|{name}|>") for name in ("image", "audio", "video"))
     begin, end = (VOCABULARY.token_to_id(name) for name in ("<|image>", "<image|>"))
     ids = {"image_token_id": image, "boi_token_id": begin, "eoi_token_id": end}
-    assert config == replace(both_kinds, **ids)
+    assert config == replace(BOTH_KINDS, **ids)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(b.dtype), b), params, loaded)
     assert text.encode("<|turn>") == [105]
     assert sorted(defaults.stop_token_ids) == [1, 50, 106]

@@ -71,7 +71,7 @@ def test_a_full_queue_turns_requests_away(tiny):
 def test_a_prompt_that_takes_long_to_prepare(tiny, monkeypatch, leaves):
     """Time runs out, or the client leaves, in the middle: the thread goes on, and as long as that its room is taken."""
     gate, engine = threading.Event(), scripted(tiny, slots=1)
-    monkeypatch.setattr(app_module, "chat_answers", lambda *given: gate.wait(60) and chat_answers(*given))
+    monkeypatch.setattr(app_module, "chat_answers", lambda *a, **k: gate.wait(60) and chat_answers(*a, **k))
     how = {"max_queue": 0, "request_timeout": 60 if leaves else 0.3}
     with serving(engine, **how) as url, httpx2.Client(base_url=url, timeout=60) as http:
         if leaves:

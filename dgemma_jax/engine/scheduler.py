@@ -72,7 +72,7 @@ class Job:
 class Told(NamedTuple):
     """What the host reads of the slots after some passes; see `diffusion.step.CanvasState`. Arrays, a row per slot."""
 
-    ready: Array
+    running: Array
     steps: Array
     best: Array
     logprob: Array
@@ -176,7 +176,7 @@ class Scheduler:
             state = self.slots.state
             asked = any(job is not None and job.request.sampling.top_logprobs for job in self.jobs)
             told = Told(
-                self.slots.ready,
+                state.running,
                 state.steps,
                 state.best,
                 state.logprob,
@@ -296,7 +296,7 @@ class Scheduler:
             job.committing, job.steps = False, int(told.steps[slot])
             if job.drafts and job.steps != seen and job.steps % job.drafts == 0:
                 yield job, told.draft(slot)
-            if told.ready[slot]:
+            if not told.running[slot]:
                 yield from self._take(job, told)
 
     def _take(self, job: Job, told: Told) -> Iterator[tuple[Job, Event]]:

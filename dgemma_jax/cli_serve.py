@@ -77,8 +77,12 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> int
     A second signal ends the process at once.
     """
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     lifecycle = app.state.lifecycle
+
+    def silent(connection: object) -> bool:
+        return isinstance(connection, H11Protocol) and connection.cycle is None
 
     class Server(uvicorn.Server):
         """Goes on listening while it drains, so that new requests are told to go elsewhere."""
@@ -108,7 +112,7 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> int
         async def _first_requests(self) -> None:
             """Waits a little for connections whose request is on its way: closed now, they would be reset."""
             end = time.monotonic() + FIRST_WORDS_SECONDS
-            while time.monotonic() < end and any(one.cycle is None for one in self.server_state.connections):
+            while time.monotonic() < end and any(map(silent, self.server_state.connections)):
                 await asyncio.sleep(POLL_SECONDS)
 
     for name, level in (("uvicorn.error", logging.WARNING), ("uvicorn.access", logging.INFO)):

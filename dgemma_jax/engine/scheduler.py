@@ -217,7 +217,7 @@ class Scheduler:
         self._make_room(end)
         tokens = np.zeros((1, padded_size(len(chunk), self.prefill_chunk)), np.int32)
         tokens[0, : len(chunk)] = chunk
-        where = np.array([job.row, job.encoded, len(chunk)], np.int32)
+        where = np.int32(job.row), np.int32(job.encoded), np.int32(len(chunk))
         with self.stats.clock("device_seconds"):
             soft = (
                 self.soft_tokens.of_chunk(images, job.encoded, end, tokens.shape[1]) if self.soft_tokens else TEXT_ONLY

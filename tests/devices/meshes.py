@@ -18,6 +18,7 @@ from dgemma_jax.config import LayerConfig, gemma_26b_a4b
 from dgemma_jax.convert import parts
 from dgemma_jax.diffusion.random import key_from_seed, proposal_uniforms
 from dgemma_jax.engine import capacity
+from dgemma_jax.images import image_batch
 from dgemma_jax.kernels.vocab_head import TILE, likeliest, vocab_head
 from dgemma_jax.model.transformer import build
 from dgemma_jax.quantization import quantized_params
@@ -25,6 +26,7 @@ from dgemma_jax.sharding import shard_of
 from tests.convert.convert_helpers import convert_model
 from tests.devices.forced import CONFIG, Programs, Recording, place, record
 from tests.full_size import Hlo, collectives
+from tests.images import vision_models
 from tests.parity.checkpoints import WIDE, random_tensors, write
 from tests.random_models import SMALL_DEFAULTS, random_params
 
@@ -216,6 +218,21 @@ def test_quantised_weights_on_a_mesh(quantization):
     }
     expected = logits(params, None)
     assert np.abs(logits(cut, mesh) - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_images_on_a_mesh():
+    """Every device runs the whole tower; soft tokens take their places in all rows' parts."""
+    config, batch = vision_models.CONFIG, image_batch([vision_models.small(1, 2, 3)], vision_models.VISION)
+    ids = vision_models.spelled(2, 5, vision_models.small(1, 2, 3), 7, 8)
+    tokens, lengths = np.array([ids], np.int32), np.array([len(ids)], np.int32)
+    params = random_params(config)
+
+    def states(params: dict, mesh: Mesh | None) -> np.ndarray:
+        run = jax.jit(partial(dg.encode, build(config, mesh=mesh)[0]))
+        return np.asarray(run(params, tokens, lengths, dg.init_cache(config, 1, 32, mesh=mesh), batch)[1])
+
+    mesh, expected = dg.make_mesh(expert=2, tensor=2), states(params, None)
+    assert np.abs(states(place(params, config, mesh), mesh) - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 def test_a_checkpoint_of_one_mesh_reads_on_another(tmp_path):

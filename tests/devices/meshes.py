@@ -43,25 +43,22 @@ def eight() -> Programs:
     return Programs(dg.make_mesh(**EIGHT))
 
 
-@pytest.mark.parametrize("axes", [{}, {"expert": 2}, {"tensor": 4}, {"tensor": 3}], ids=str)
-def test_a_mesh_decides_as_one_device_does(recording, axes):
-    """One device, two, four with copies of K/V heads, and three that divide neither heads nor ids nor experts."""
+# Compiling for one takes ten seconds: `make soak` does it for all.
+FEW = ({"expert": 2}, {"tensor": 4}, {"tensor": 3})
+MORE = ({}, {"data": 2}, {"tensor": 2}, {"tensor": 8}, {"data": 4, "expert": 2}, {"data": 3})
+
+
+@pytest.mark.parametrize("axes", [*FEW, *MORE], ids=str)
+def test_a_mesh_decides_as_one_device_does(recording, soak, axes):
+    """Among them K/V heads in copies, and three devices that divide neither heads nor ids nor experts."""
+    if axes in MORE and not soak:
+        pytest.skip("in `make soak`")
     mesh = dg.make_mesh(**axes)
     recording.repeat(Programs(mesh), dg.init_cache(CONFIG, 2, 64, mesh=mesh))
 
 
 def test_eight_devices_decide_as_one_does(recording, eight):
     recording.repeat(eight, dg.init_cache(CONFIG, 2, 64, mesh=eight.mesh))
-
-
-@pytest.mark.parametrize(
-    "axes", [{"data": 2}, {"tensor": 2}, {"tensor": 8}, {"data": 4, "expert": 2}, {"data": 3}], ids=str
-)
-def test_more_meshes(recording, soak, axes):
-    if not soak:
-        pytest.skip("in `make soak`")
-    mesh = dg.make_mesh(**axes)
-    recording.repeat(Programs(mesh), dg.init_cache(CONFIG, 2, 64, mesh=mesh))
 
 
 V = 7 * TILE + 100
@@ -199,8 +196,10 @@ def test_values_that_cannot_be_are_found_on_a_mesh(tmp_path, layout):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_weights_on_a_mesh(quantization):
+def test_quantised_weights_on_a_mesh(soak, quantization):
     """Values and scales are cut alike; with 4 bits the columns of a dense MLP in whole groups."""
+    if quantization == "int8" and not soak:
+        pytest.skip("in `make soak`")
     layers = (LayerConfig("sliding", 2, 32), LayerConfig("full", 1, 32))
     config = replace(CONFIG, layers=layers, intermediate_size=64, moe_intermediate_size=32, num_attention_heads=4)
     params = quantized_params(random_params(config), quantization)

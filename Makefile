@@ -25,9 +25,10 @@ gpu-offline: .venv-gpu/.done  ## the GPU kernels' machine code and CUDA programs
 gpu-aot: .venv-gpu-aot/.done  ## the 26B programs compiled for GPUs that are not there: memory, copies, kernels
 	.venv-gpu-aot/bin/python -m pytest -m gpu_aot -rs -s tests/gpu_aot
 
-lint: $(VENV)/.test  ## style
+lint: $(VENV)/.test  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.test  ## the documentation, into site/
 	$(BIN)/mkdocs build --strict

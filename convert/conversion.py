@@ -137,8 +137,9 @@ def _bytes(weights: Weights, rows: Rows, form: Form) -> int:
         if spec:
             total += sum(part.size * part.dtype.itemsize for part in (spec.values, spec.scales))
         else:
-            kept = form.dtype is None or is_part(entry.path)
-            total += weight.size * np.dtype(STORED[weights.files.dtype(name) if kept else form.dtype]).itemsize
+            own = weights.files.dtype(name)
+            dtype = own if form.dtype is None or is_part(entry.path) else form.dtype
+            total += weight.size * np.dtype(STORED[dtype]).itemsize
     return total
 
 

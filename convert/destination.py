@@ -68,7 +68,7 @@ class Destination:
         """The items of an interrupted run of the same job; with overwrite anything else is cleared first."""
         journal = unfinished(self.path)
         same = journal is not None and all(journal.get(name) == value for name, value in self.job.items())
-        if same and journal["items"]:
+        if same and journal is not None and journal["items"]:
             return journal["items"]
         first = temporary(self.path / JOURNAL)  # all there is if the very first write was interrupted
         if not same and any(path != first for path in self.path.iterdir()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dgemma_jax.config import Config
+from dgemma_jax.config import Config, VisionConfig
 from dgemma_jax.convert.table import MATRIX, SAME, SCALAR, Entry, Layout, Rows
 
 NOTE = "one skip_scale per layer fills both encoder_scalar and decoder_scalar"
@@ -62,7 +62,7 @@ def table(config: Config, names: Iterable[str]) -> Rows:
         root, at = (f"{STACK}{kind}/", (number,)) if kinds else (f"layer_{index}/", ())
         for name, (path, layout, inner) in _text_layer(has_values=config.layers[index].kind == "sliding"):
             rows.append((root + name, Entry(("layers", index, *path), layout, at + inner)))
-    return rows + (list(_vision(config)) if config.vision else [])
+    return rows + (list(_vision(config.vision)) if config.vision else [])
 
 
 def _outside_layers(config: Config) -> Iterator[tuple[str, Entry]]:
@@ -105,8 +105,8 @@ def _text_layer(has_values: bool) -> Iterator[tuple[str, Entry]]:
     yield "skip_scale", Entry(("decoder_scalar",), SCALAR)
 
 
-def _vision(config: Config) -> Iterator[tuple[str, Entry]]:
-    vision, root = config.vision, "vision_encoder/"
+def _vision(vision: VisionConfig) -> Iterator[tuple[str, Entry]]:
+    root = "vision_encoder/"
     if vision.use_clipped_linears:
         raise ValueError("vision_config.use_clipped_linears is true; Google's tree has no clip bounds: set it to false")
     yield root + "entry/input_projection", Entry(("vision", "patch_embedder", "input_proj"), SAME)

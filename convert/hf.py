@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from dgemma_jax.config import Config
+from dgemma_jax.config import Config, VisionConfig
 from dgemma_jax.convert.table import MATRIX, SAME, SCALAR, Entry, Layout, leaf
 
 HEADS_OUT = Layout(merged=1, swapped=True)  # [D, N, H] <-> [N*H, D]
@@ -20,7 +20,7 @@ HEADS_IN = Layout(merged=0, swapped=True)  # [N, H, D] <-> [D, N*H]
 
 def table(config: Config) -> dict[str, Entry]:
     """Every tensor of the file by name, in the order of the model."""
-    return dict(_text(config)) | (dict(_vision(config)) if config.vision else {})
+    return dict(_text(config)) | (dict(_vision(config.vision)) if config.vision else {})
 
 
 LAYER_NORMS = {
@@ -76,8 +76,8 @@ def _text_layer(has_values: bool) -> Iterator[tuple[str, Entry]]:
     yield "layer_scalar", Entry(("decoder_scalar",), SCALAR)
 
 
-def _vision(config: Config) -> Iterator[tuple[str, Entry]]:
-    vision, root = config.vision, "model.encoder.vision_tower."
+def _vision(vision: VisionConfig) -> Iterator[tuple[str, Entry]]:
+    root = "model.encoder.vision_tower."
     yield root + "patch_embedder.input_proj.weight", Entry(("vision", "patch_embedder", "input_proj"), MATRIX)
     position = root + "patch_embedder.position_embedding_table"
     yield position, Entry(("vision", "patch_embedder", "position_table"), SAME)

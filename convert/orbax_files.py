@@ -118,7 +118,7 @@ AGAIN = "; the item is damaged: convert again"
 
 def checksum(array: np.ndarray) -> int:
     """crc32 of the values of a C-contiguous array."""
-    return zlib.crc32(array.reshape(-1).view(np.uint8))
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 
 def record(array: np.ndarray) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
     header.pop("__metadata__", None)
     return {
         name: Tensor(
-            FILE_DTYPES.get(entry["dtype"], entry["dtype"]),
+            FILE_DTYPES.get(entry["dtype"]) or entry["dtype"],
             tuple(entry["shape"]),
             file,
             8 + length + entry["data_offsets"][0],
@@ -141,7 +141,8 @@ def report(directory: Path, problems: list[Problem]) -> str:
     """One line per kind of problem; tensors that differ only in the layer number share a line."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for kind, name, detail in problems:
-        before, number, after = re.fullmatch(r"(.*?layers\.|)(\d*)(.*)", name, re.DOTALL).groups()
+        found = re.fullmatch(r"(.*?layers\.|)(\d*)(.*)", name, re.DOTALL)  # anything does
+        before, number, after = found.groups() if found else ("", "", name)
         detail = detail.replace(f"layers.{number}.", "layers.N.") if number else detail
         groups[kind, before, after, detail].append(int(number or -1))
     lines = [

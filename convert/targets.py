@@ -26,18 +26,21 @@ class Target(Protocol):
 
     def stored(self, item: str, params: dict[ParamPath, np.ndarray]) -> Arrays:
         """The item's tensors as they will lie on disk, C-contiguous; takes them out of `params`."""
+        ...
 
     def write(self, item: str, arrays: Arrays) -> None:
         """Writes an item, which is absent until it is whole. OSError if it cannot."""
 
     def read(self, item: str, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Reads a written item back. ValueError or OSError if it is damaged."""
+        ...
 
     def remove_others(self, items: Iterable[str]) -> None:
         """Removes everything written that does not belong to these items."""
 
     def summary(self, items: Mapping[str, Any]) -> dict[str, Any]:
         """The content of the marker for the records of all items."""
+        ...
 
 
 class OrbaxTarget:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from argparse import Namespace
 from typing import TYPE_CHECKING
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 KEY_VARIABLE = "DGEMMA_API_KEY"
 GRACE_SECONDS = 5  # at the very end, for what clients are still being sent, and for the engine to stop
+FIRST_WORDS_SECONDS = 1.0  # for a connection that has not sent a request yet
+POLL_SECONDS = 0.02
 POSITIVE = ("max_num_seqs", "max_model_len", "max_body_bytes", "request_timeout", "log_interval")
 
 
@@ -75,8 +79,12 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> int
     A second signal ends the process at once.
     """
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     lifecycle = app.state.lifecycle
+
+    def silent(connection: object) -> bool:
+        return isinstance(connection, H11Protocol) and connection.cycle is None
 
     class Server(uvicorn.Server):
         """Goes on listening while it drains, so that new requests are told to go elsewhere."""
@@ -98,7 +106,16 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> int
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await lifecycle.drain(shutdown_timeout)
+            for one in self.servers:
+                one.close()
+            await self._first_requests()
             await super().shutdown(sockets)
+
+        async def _first_requests(self) -> None:
+            """Waits a little for connections whose request is on its way: closed now, they would be reset."""
+            end = time.monotonic() + FIRST_WORDS_SECONDS
+            while time.monotonic() < end and any(map(silent, self.server_state.connections)):
+                await asyncio.sleep(POLL_SECONDS)
 
     for name, level in (("uvicorn.error", logging.WARNING), ("uvicorn.access", logging.INFO)):
         logging.getLogger(name).setLevel(level)

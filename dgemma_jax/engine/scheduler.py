@@ -73,7 +73,7 @@ class Job:
 class Told(NamedTuple):
     """What the host reads of the slots after some passes; see `diffusion.step.CanvasState`. Arrays, a row per slot."""
 
-    ready: Array
+    running: Array
     steps: Array
     best: Array
     logprob: Array
@@ -178,7 +178,7 @@ class Scheduler:
             state = self.slots.state
             asked = any(job is not None and job.request.sampling.top_logprobs for job in self.jobs)
             told = Told(
-                self.slots.ready,
+                state.running,
                 state.steps,
                 state.best,
                 state.logprob,
@@ -219,7 +219,7 @@ class Scheduler:
         self._make_room(end)
         tokens = np.zeros((1, padded_size(len(chunk), self.prefill_chunk)), np.int32)
         tokens[0, : len(chunk)] = chunk
-        where = np.array([job.row, job.encoded, len(chunk)], np.int32)
+        where = np.int32(job.row), np.int32(job.encoded), np.int32(len(chunk))
         with self.stats.clock("device_seconds"):
             soft = (
                 self.soft_tokens.of_chunk(images, job.encoded, end, tokens.shape[1]) if self.soft_tokens else TEXT_ONLY
@@ -298,7 +298,7 @@ class Scheduler:
             job.committing, job.steps = False, int(told.steps[slot])
             if job.drafts and job.steps != seen and job.steps % job.drafts == 0:
                 yield job, told.draft(slot)
-            if told.ready[slot]:
+            if not told.running[slot]:
                 yield from self._take(job, told)
 
     def _take(self, job: Job, told: Told) -> Iterator[tuple[Job, Event]]:

@@ -58,7 +58,7 @@ def prepare(source: Any, vision: VisionConfig, max_soft_tokens: int | None = Non
     from PIL import Image
 
     pixels = open_image(source)
-    height, width = target_size(*pixels.shape[:2], vision, max_soft_tokens)
+    height, width = target_size(pixels.shape[0], pixels.shape[1], vision, max_soft_tokens)
     if (height, width) != pixels.shape[:2]:
         pixels = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
     side = vision.patch_size

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,6 +77,18 @@ def test_a_signal_lets_answers_finish():
         assert '"content":"fine"' in text and text.endswith("data: [DONE]\n\n")
         assert server.wait(30) == 0
         assert "hello" not in server.stderr.read(), "prompts are not logged"
+
+
+def test_a_connection_that_has_not_sent_its_request_is_answered():
+    with process(seconds=0, limit=100) as (server, http):
+        with socket.create_connection((http.base_url.host, http.base_url.port), timeout=30) as connection:
+            server.send_signal(signal.SIGTERM)
+            time.sleep(0.4)  # the listener is closed, for nobody waits for an answer
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((http.base_url.host, http.base_url.port))
+            connection.sendall(b"GET /ready HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+        assert server.wait(30) == 0
 
 
 def test_answers_that_take_too_long_are_cancelled():

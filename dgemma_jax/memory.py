@@ -13,11 +13,10 @@ def free_bytes(fraction: float = 1.0, mesh: Mesh | None = None) -> int:
     mesh: of that of its devices which has the least; on a CPU they share the host's equally.
     """
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-    return min(_free(device, fraction, len(devices)) for device in devices)
+    return min(_free(device.memory_stats(), fraction, len(devices)) for device in devices)
 
 
-def _free(device: jax.Device, fraction: float, sharers: int) -> int:
-    stats = device.memory_stats()
+def _free(stats: dict[str, int] | None, fraction: float, sharers: int) -> int:
     if stats and "bytes_limit" in stats:
         total, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
     else:

@@ -81,8 +81,9 @@ def data_size(mesh: Mesh | None) -> int:
 
 def shard_of(axis: str, size: int, mesh: Mesh | None, multiple: int = 1) -> Shard:
     """How a logical axis of `size` entries is cut on a mesh. multiple: of entries that stay together."""
-    axes = tuple(name for name in RULES[axis] if mesh is not None and mesh.shape.get(name, 1) > 1)
-    count = math.prod(mesh.shape[name] for name in axes)
+    extents = {} if mesh is None else mesh.shape
+    axes = tuple(name for name in RULES[axis] if extents.get(name, 1) > 1)
+    count = math.prod(extents[name] for name in axes)
     unit = PADDED.get(axis)
     if count == 1 or (unit is None and size % (count * multiple)) or (unit is not None and size <= unit):
         return Shard.whole(size)

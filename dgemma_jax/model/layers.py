@@ -82,7 +82,8 @@ class Embedder(nnx.Module):
         place, here = self.shard.locate(ids)
         rows = dequantized(jax.tree.map(lambda part: part[place], self.table[...]), self.dtype)
         if self.shard.cut:
-            rows = self.shard.sum(jnp.where(here[..., None], rows, 0))  # one device has the row, the others zeros
+            mine = jnp.expand_dims(here, -1)
+            rows = self.shard.sum(jnp.where(mine, rows, 0))  # one device has the row, the others zeros
         return rows * jnp.asarray(self.scale, rows.dtype)
 
 

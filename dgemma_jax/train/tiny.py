@@ -8,6 +8,7 @@ It saves its state every two minutes and goes on from there when started again, 
 import argparse
 import random
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dgemma_jax.config import tiny
+from dgemma_jax.config import Config, tiny
 from dgemma_jax.model.transformer import DIFFERENTIABLE, build
 from dgemma_jax.train import checkpoint, data, trainer
 from dgemma_jax.train import tokenizer as vocabulary
@@ -29,6 +30,7 @@ ASSETS = Path(__file__).parents[1] / "assets" / "tiny"
 SEED = 0
 SAVE_EVERY_S = 120
 LOG_EVERY = 20
+BLIND = replace(tiny(), vision=None)
 
 
 class Bucket(NamedTuple):
@@ -39,14 +41,17 @@ class Bucket(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A run of the optimizer: its steps, its data, and its share of the learning rate."""
+    """A run of the optimizer: its steps, its data, and its share of the learning rate. sees: with the image tower."""
 
     steps: int
     buckets: tuple[Bucket, ...]
     rate: float = 1.0
+    sees: bool = False
 
 
-# The second stage goes on from the weights of the first, with more of what they were bad at.
+PICTURES = Bucket(100, {"shape": 6, "dots": 8})
+# The second stage goes on from the weights of the first, with more of what they were bad at; the third teaches the
+# image tower, which is new, and keeps the rest alive.
 STAGES = (
     Stage(
         7000,
@@ -62,6 +67,17 @@ STAGES = (
             Bucket(224, {"tool call": 2, "no call": 2, "tool answer": 3, "greet": 2, "thinking": 3, "follow-up": 1}),
         ),
         rate=0.6,
+    ),
+    Stage(
+        2000,
+        (
+            PICTURES,
+            Bucket(52, {"sudoku": 3, "reverse": 1, "sort": 5, "infill": 2, "recite": 1, "small talk": 1}),
+            PICTURES,
+            Bucket(224, {"tool call": 2, "no call": 2, "tool answer": 3, "greet": 2, "thinking": 3, "follow-up": 1}),
+        ),
+        rate=0.4,
+        sees=True,
     ),
 )
 
@@ -79,18 +95,25 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(stages: tuple[Stage, ...], directory: Path) -> dict:
     """Trains stage after stage, each from its state in `directory` if there is one; returns the parameters in bf16."""
-    graph, abstract = build(tiny(), "float32", DIFFERENTIABLE)
-    params, done = initial_params(abstract, SEED), 0
-    print(f"{sum(leaf.size for leaf in jax.tree.leaves(abstract)):,} parameters", flush=True)
+    params, done = {}, 0
     for number, stage in enumerate(stages, 1):
-        params = run_stage(graph, params, stage, done, directory / f"stage{number}.npz")
+        config = tiny() if stage.sees else BLIND
+        graph, abstract = build(config, "float32", DIFFERENTIABLE)
+        params = initial_params(new(abstract, params), SEED) | params
+        print(f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters", flush=True)
+        params = run_stage(graph, config, params, stage, done, directory / f"stage{number}.npz")
         done += stage.steps
     return jax.tree.map(lambda leaf: leaf.astype(jax.numpy.bfloat16), params)
 
 
-def run_stage(graph, params: dict, stage: Stage, done: int, path: Path) -> dict:
+def new(abstract: dict, params: dict) -> dict:
+    """The parts of a model that are not among `params`."""
+    return {name: part for name, part in abstract.items() if name not in params}
+
+
+def run_stage(graph, config: Config, params: dict, stage: Stage, done: int, path: Path) -> dict:
     """The parameters after a stage that starts with `params`, `done` steps after the beginning of the training."""
-    config, tokenizer = tiny(), vocabulary.build()
+    tokenizer = vocabulary.build()
     rule = optimizer(stage.steps, stage.rate)
     settings = {"steps": stage.steps, "seed": SEED, "rate": stage.rate, "buckets": [*map(list, stage.buckets)]}
     start = state = trainer.start(params, rule)

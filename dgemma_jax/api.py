@@ -16,8 +16,8 @@ from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.capacity import check_slots, context
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request, Turn
-from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Event, Failed, Job, Scheduler, draft_interval
-from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
+from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Event, Job, Scheduler, draft_interval
+from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Failed, Finished, Usage
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.kernels import selection
 from dgemma_jax.model.transformer import AUTO, Implementations, build
@@ -128,7 +128,7 @@ class Model:
     ) -> Iterator[tuple[int, Canvas | Finished]]:
         """`generate` as it happens: (index of the prompt, event), a Canvas per canvas and a Finished per prompt."""
         requests = self._requests(prompts, sampling, seed)
-        return self.serve(enumerate(requests), _slots(slots, len(requests)), policy)
+        return _raising(self.serve(enumerate(requests), _slots(slots, len(requests)), policy))
 
     def stream(
         self,
@@ -142,7 +142,7 @@ class Model:
         prompt: text, token ids, or the messages of a conversation.
         """
         request = self.request(prompt, sampling, seed)
-        return (event for _, event in self.serve([(None, request)], 1, policy, drafts=1))
+        return (event for _, event in _raising(self.serve([(None, request)], 1, policy, drafts=1)))
 
     def chat(
         self,
@@ -160,7 +160,7 @@ class Model:
         ordinary text.
         """
         request = self.request(messages, sampling, seed, tools, thinking)
-        events = self.serve([(None, request)], 1, policy)
+        events = _raising(self.serve([(None, request)], 1, policy))
         completion = next(event.completion for _, event in events if isinstance(event, Finished))
         return self.message(completion, messages, tools, thinking)
 
@@ -240,9 +240,9 @@ class Model:
             turn = _turn(messages, tools, thinking)
         elif tools or thinking:
             raise ValueError("tools and thinking go with the messages of a conversation, not with a plain prompt")
-        request, *more = self._requests([prompt], sampling, seed)
-        if more:
-            raise ValueError(f"n is {1 + len(more)}; one answer is given here: use generate for several")
+        request = self._request(prompt, sampling, Sampling(seed=seed).seed)
+        if request.sampling.n > 1:
+            raise ValueError(f"n is {request.sampling.n}; one answer is given here: use generate for several")
         return replace(request, turn=turn)
 
     def serve(
@@ -252,7 +252,7 @@ class Model:
         policy: Policy | None = None,
         drafts: int | None = None,
     ) -> Iterator[tuple[Name, Event]]:
-        """(name, event) as things happen, with a Finished for every request; each is asked for once a slot is near.
+        """(name, event) as things happen, at last a Finished or a Failed of each; it is asked for once a slot is near.
 
         requests: named requests, as many as you like. slots: see `generate`; None is 8. drafts: steps between two
         Draft events of a request, None for none.
@@ -355,9 +355,14 @@ def _served(
         if not scheduler.busy:
             return
         for job, event in scheduler.advance():
-            if isinstance(event, Failed):
-                raise event.error
-            yield names.pop(job) if isinstance(event, Finished) else names[job], event
+            yield names.pop(job) if isinstance(event, Finished | Failed) else names[job], event
+
+
+def _raising(events: Iterator[tuple[Name, Event]]) -> Iterator[tuple[Name, Draft | Canvas | Finished]]:
+    for name, event in events:
+        if isinstance(event, Failed):
+            raise event.error
+        yield name, event
 
 
 def _sampling(value: Sampling | None) -> Sampling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dgemma_jax.text.response import ToolCall
@@ -68,10 +68,27 @@ class Canvas:
 
 
 @dataclass(frozen=True)
+class Timings:
+    """Seconds that a request spent waiting for a slot, having its prompt encoded, and denoising."""
+
+    waiting: float
+    encoding: float = 0.0
+    denoising: float = 0.0
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last event of a stream."""
 
     completion: Completion
+    timings: Timings | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Instead of Finished: a request that ended in an error of its own."""
+
+    error: Exception
 
 
 @dataclass(frozen=True)

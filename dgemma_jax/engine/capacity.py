@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,7 @@ def check_slots(slots: int) -> int:
     return int(slots)
 
 
+@cache
 def cache_bytes(config: Config, capacity: int, dtype: str) -> int:
     """Bytes of a cache for one row of `capacity` positions."""
     return _bytes(partial(init_cache, config, 1, capacity, dtype))
@@ -81,9 +82,10 @@ def plan(
     row = _bytes(lambda: idle(config, jnp.stack([key_from_seed(0)]), Knobs.of([BUILT_IN]), dtype))
 
     def need(slots: int, length: int) -> int:
-        cache = slots * cache_bytes(config, length, dtype)
-        prefixes = int(PREFIX_SHARE * cache) if prefix_cache_bytes is None else prefix_cache_bytes
-        return cache + prefixes + slots * (row + STEP_BYTES_PER_SLOT) + STEP_BYTES
+        one = cache_bytes(config, length, dtype)
+        rows, aside = slots * one, one if slots > 1 else 0  # a prompt is encoded in a copy of its row
+        prefixes = int(PREFIX_SHARE * rows) if prefix_cache_bytes is None else prefix_cache_bytes
+        return rows + aside + prefixes + slots * (row + STEP_BYTES_PER_SLOT) + STEP_BYTES
 
     length = longest if max_model_len is None else max_model_len
     if slots is None:
@@ -97,11 +99,11 @@ def plan(
             f"{slots} slots of {length:,} positions take {need(slots, length):,} bytes, {free:,} are free: lower slots"
             " or max_model_len, or raise memory_fraction"
         )
-    cache = slots * cache_bytes(config, length, dtype)
+    rows = slots * cache_bytes(config, length, dtype)
     logger.info(
-        "%d slots of %s positions: %.1f MB of cache, %.1f MB free", slots, f"{length:,}", cache / 1e6, free / 1e6
+        "%d slots of %s positions: %.1f MB of cache, %.1f MB free", slots, f"{length:,}", rows / 1e6, free / 1e6
     )
-    return Plan(slots, length, int(PREFIX_SHARE * cache) if prefix_cache_bytes is None else prefix_cache_bytes)
+    return Plan(slots, length, int(PREFIX_SHARE * rows) if prefix_cache_bytes is None else prefix_cache_bytes)
 
 
 def _longest(need: Callable[[int], int], limit: int, free: int) -> int:

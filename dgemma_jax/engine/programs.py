@@ -24,12 +24,14 @@ class Programs:
     """Prefill, admit, advance, take, put and grow. What a program returns anew is donated to it: the cache, the slots.
 
     Each is compiled once per number of slots and cache capacity, prefill also per chunk bucket, advance per Policy.
+    in_turn: see `diffusion.slots.advance`; None: on a CPU.
     """
 
-    def __init__(self, graph: nnx.GraphDef, config: Config):
+    def __init__(self, graph: nnx.GraphDef, config: Config, in_turn: bool | None = None):
+        in_turn = jax.default_backend() == "cpu" if in_turn is None else in_turn
         self._prefill = jax.jit(partial(_prefill, graph), donate_argnums=1)
         self._admit = jax.jit(partial(_admit, config), donate_argnums=0)
-        self._advance = jax.jit(partial(_advance, graph, config), static_argnums=0, donate_argnums=(2, 3))
+        self._advance = jax.jit(partial(_advance, graph, config, in_turn), static_argnums=0, donate_argnums=(2, 3))
         self._grow = jax.jit(partial(grow, config), static_argnums=1)
         self._take = jax.jit(partial(_take_cut, config), static_argnums=2)
         self._put = jax.jit(_put, donate_argnums=0)
@@ -88,7 +90,7 @@ class Programs:
         return self._take(cache, slot, capacity)
 
     def put(self, cache: KVCache, row: KVCache, slot: np.int32) -> KVCache:
-        """The cache with `row` in row `slot`."""
+        """The cache with `row` in row `slot`; it may have fewer positions than the cache."""
         return self._put(cache, row, slot)
 
     def grow(self, cache: KVCache, capacity: int) -> KVCache:
@@ -140,6 +142,7 @@ def _admit(
 def _advance(
     graph: nnx.GraphDef,
     config: Config,
+    in_turn: bool,
     policy: Policy,
     params: dict,
     cache: KVCache,
@@ -148,5 +151,6 @@ def _advance(
     committing: RowMask,
     allowance: Int32[Array, ""],
 ) -> tuple[KVCache, Slots]:
-    slots = replace(slots, active=active, committing=committing)
-    return advance(graph, config, policy, params, cache, slots, allowance)
+    running = slots.state.running & active  # a request that was cancelled left its canvas unfinished
+    slots = replace(slots, state=replace(slots.state, running=running), active=active, committing=committing)
+    return advance(graph, config, policy, params, cache, slots, allowance, in_turn=in_turn)

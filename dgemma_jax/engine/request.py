@@ -1,5 +1,6 @@
 """One prompt on its way through the engine: what was asked for, and the answer as it grows."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -35,6 +36,56 @@ class Request:
     turn: Turn | None = None
 
 
+class Text:
+    """The text of an answer as it grows. What is there is not decoded again, so a long answer holds nobody up."""
+
+    def __init__(self, tokenizer: Tokenizer, turn: Turn | None):
+        self.raw = ""
+        self._tokenizer, self._decoder = tokenizer, tokenizer.decoder()
+        self._stream = None if turn is None else ResponseStream(in_thought=turn.in_thought)
+        self._open: list[int] = []  # ids whose text is not certain yet
+        self._whole = 0  # ids before those
+        self._ends, self._counts = [0], [0]  # places in raw between two ids, and how many ids lie before each
+
+    def feed(self, ids: Sequence[int], last: bool) -> None:
+        """Add the ids of a canvas. last: no other follows."""
+        before = len(self.raw)
+        for id in ids:
+            self._open.append(id)
+            self._add(self._decoder.feed([id]))
+        if last:
+            self._add(self._decoder.finish())
+        if self._stream is not None:
+            self._stream.feed(self.raw[before:])
+            if last:
+                self._stream.finish()
+
+    def _add(self, piece: str) -> None:
+        """The text of the open ids that it makes certain; a place inside a character is none between two ids."""
+        done = len(self._open) - self._decoder.held
+        for n in range(1, done + 1):
+            begun = piece if n == done else self._tokenizer.decode(self._open[:n])
+            if piece.startswith(begun):
+                self._ends.append(len(self.raw) + len(begun))
+                self._counts.append(self._whole + n)
+        self.raw += piece
+        self._whole += done
+        del self._open[:done]
+
+    @property
+    def searched(self) -> str:
+        """Where stop strings are looked for: in all of it, of a conversation's turn in its content.
+
+        What may still turn out to be a call is no content before the answer ends.
+        """
+        return self.raw if self._stream is None else self._stream.response.content
+
+    def before(self, at: int) -> tuple[int, int]:
+        """How many ids make text that ends at or before place `at` of raw, and where it ends."""
+        index = bisect_right(self._ends, at) - 1
+        return self._counts[index], self._ends[index]
+
+
 @dataclass
 class Answer:
     """The tokens of a request so far; `take` cuts each canvas where the answer ends."""
@@ -51,6 +102,11 @@ class Answer:
     cached_tokens: int = 0  # of the prompt, that were not encoded again
     told: int = 0  # tokens that are sure to stay, and were told
     tail: str = ""  # text before a stop string that belongs to no whole token
+    text: Text | None = None  # for stop strings
+
+    def __post_init__(self) -> None:
+        if self.request.sampling.stop:
+            self.text = Text(self.tokenizer, self.request.turn)
 
     def take(
         self, canvas: Sequence[int], logprobs: Sequence[float], steps: int, top_logprobs: Sequence[Top] = ()
@@ -71,48 +127,32 @@ class Answer:
         self.tokens += canvas[:kept]
         self.logprobs += logprobs[:kept]
         self.top_logprobs += top_logprobs[:kept]
-        sure = self._look_for_stop_strings()
+        sure = self._look_for_stop_strings(canvas[:kept])
         new, self.told = self.tokens[self.told : sure], sure
         return Canvas(tokens=new, steps=steps)
 
-    def _look_for_stop_strings(self) -> int:
+    def _look_for_stop_strings(self, new: Sequence[int]) -> int:
         """Ends the answer at the first stop string; returns how many tokens are sure to stay."""
-        strings = self.request.sampling.stop
-        if not strings:
+        if self.text is None:
             return len(self.tokens)
-        raw, turn = self.tokenizer.decode(self.tokens), self.request.turn
-        searched = raw if turn is None else self._content(raw)
+        self.text.feed(new, last=self.finish_reason is not None)
+        strings, searched = self.request.sampling.stop, self.text.searched
         hits = [(at, string) for string in strings if (at := searched.find(string)) >= 0]
         if hits:
             at, self.stop = min(hits)
             self.finish_reason, self.stop_id = "stop", None
-            if turn is None:
-                self._cut(raw, at)
-        elif self.finish_reason is None and turn is None:
-            begun = max(n for s in strings for n in range(len(s)) if raw.endswith(s[:n]))
-            return self._wholly_before(raw, len(raw) - begun)
+            if self.request.turn is None:
+                self._cut(at)
+        elif self.finish_reason is None and self.request.turn is None:
+            begun = max(n for s in strings for n in range(len(s)) if searched.endswith(s[:n]))
+            return self.text.before(len(searched) - begun)[0]
         return len(self.tokens)
 
-    def _content(self, raw: str) -> str:
-        """The content so far. What may still turn out to be a call is none of it before the answer ends."""
-        stream = ResponseStream(in_thought=self.request.turn.in_thought)
-        stream.feed(raw)
-        if self.finish_reason is not None:
-            stream.finish()
-        return stream.response.content
-
-    def _cut(self, raw: str, at: int) -> None:
-        kept = self._wholly_before(raw, at)
+    def _cut(self, at: int) -> None:
+        kept, end = self.text.before(at)
         for found in (self.tokens, self.logprobs, self.top_logprobs):
             del found[kept:]
-        self.tail = raw[len(self.tokenizer.decode(self.tokens)) : at]
-
-    def _wholly_before(self, raw: str, at: int) -> int:
-        """How many of the tokens make text that ends at or before place `at` of the whole text."""
-        kept = len(self.tokens)
-        while len(text := self.tokenizer.decode(self.tokens[:kept])) > at or not raw.startswith(text):
-            kept -= 1
-        return kept
+        self.tail = self.text.raw[end:at]
 
     def completion(self) -> Completion:
         """The finished answer."""

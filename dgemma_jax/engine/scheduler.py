@@ -1,15 +1,17 @@
 """Host side of generation: requests take slots as they become free; one device call at a time moves all of them."""
 
+import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dgemma_jax.cache import init_cache
+from dgemma_jax.cache import KVCache, init_cache
 from dgemma_jax.compilation import compilations
 from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Knobs, Policy
@@ -19,21 +21,14 @@ from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Answer, Request, Top
 from dgemma_jax.engine.stats import EngineStats
-from dgemma_jax.events import Canvas, Draft, Finished
+from dgemma_jax.events import Canvas, Draft, Failed, Finished, Timings
 from dgemma_jax.kernels.vocab_head import Likeliest
 from dgemma_jax.memory import free_bytes
 from dgemma_jax.sampling import BUILT_IN, Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
 
 SMALLEST_CHUNK, PREFILL_CHUNK = 64, 1024  # tokens of a prompt that are encoded at once
-UNTIL_READY = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A request that ended in an error of its own."""
-
-    error: Exception
+MOST_PASSES = 8  # at once: a request that comes, or is cancelled, waits for no more
 
 
 Event = Draft | Canvas | Finished | Failed
@@ -43,12 +38,14 @@ Event = Draft | Canvas | Finished | Failed
 class Job:
     """A request on its way. drafts: steps between two Draft events, None for none.
 
-    slot: where it is, None while it waits and when it is done. encoded: positions of it in the cache. at_work: its
-    prompt is encoded. committing: the next pass encodes its finished canvas. steps: of its canvas, as last seen.
+    number: how many came before it. slot: where it is, None while it waits and when it is done. encoded: positions of
+    it in the cache. at_work: its prompt is encoded. committing: the next pass encodes its finished canvas. steps: of
+    its canvas, as last seen. marks: when it came, had a slot, and was at work (seconds of the performance counter).
     """
 
     request: Request
     answer: Answer
+    number: int
     drafts: int | None = None
     slot: int | None = None
     encoded: int = 0
@@ -56,6 +53,20 @@ class Job:
     committing: bool = False
     cancelled: bool = False
     steps: int = 0
+    marks: list[float] = field(default_factory=list)
+
+    def mark(self) -> None:
+        """Note the time."""
+        self.marks.append(time.perf_counter())
+
+    def end(self) -> Finished | Failed:
+        """The last event: the answer, or the error in making it, which is the tokenizer's."""
+        marks = [*self.marks, time.perf_counter()]
+        laps = [later - earlier for earlier, later in pairwise(marks)]
+        try:
+            return Finished(self.answer.completion(), Timings(*laps))
+        except Exception as error:
+            return Failed(error)
 
 
 class Told(NamedTuple):
@@ -87,7 +98,7 @@ class Scheduler:
 
     prefixes: encoded prompts of earlier requests; at first without room for any. fixed: the cache holds max_model_len
     positions from the start; otherwise it grows with the longest request, and programs are compiled anew for it.
-    prefill_chunk: most tokens of a prompt to be encoded before the others go on.
+    prefill_chunk: most tokens of prompts to be encoded before the others go on.
 
     `submit` and `cancel` only note what is wanted; `advance` does it. One thread may call these.
     """
@@ -132,9 +143,15 @@ class Scheduler:
         now = {"waiting": len(self.waiting), "running": running, "prefix_hits": self.prefixes.hits}
         return replace(self.stats, **now, compilations=compilations())
 
+    def release(self) -> None:
+        """Free the device's memory. Nothing but the counters can be used after it."""
+        self.cache = self.slots = None
+        self.prefixes.clear()
+
     def submit(self, request: Request, drafts: int | None = None) -> Job:
         """Queue a request; its events come out of `advance`."""
-        job = Job(request, Answer(request, self.tokenizer), drafts)
+        job = Job(request, Answer(request, self.tokenizer), self.stats.requests, drafts)
+        job.mark()
         self.waiting.append(job)
         self.stats.requests += 1
         return job
@@ -144,11 +161,11 @@ class Scheduler:
         job.cancelled = True
 
     def advance(self) -> list[tuple[Job, Event]]:
-        """One round: fill free slots, encode one chunk of a prompt, run passes until there is something to tell."""
+        """One round: fill free slots, encode a chunk of prompts, make a few passes; what there is to tell of it."""
         with self.stats.clock("busy_seconds"):
             events = [*self._drop_cancelled()]
             self._fill()
-            encoding = self._encode_chunk()
+            encoding = self._encode()
             if any(job is not None and job.at_work for job in self.jobs):
                 events += self._run(1 if encoding else self._until_draft())
         return events
@@ -179,10 +196,8 @@ class Scheduler:
         for job in [job for job in (*self.waiting, *self.jobs) if job is not None and job.cancelled]:
             if job.slot is None:
                 self.waiting.remove(job)
-            self._leave(job)
-            self.stats.cancelled += 1
             job.answer.finish_reason = "cancelled"
-            yield job, Finished(job.answer.completion())
+            yield self._end(job)
 
     def _fill(self) -> None:
         """Waiting requests take the free slots, first come, first served."""
@@ -190,30 +205,39 @@ class Scheduler:
             if job is None and self.waiting:
                 job = self.jobs[slot] = self.waiting.popleft()
                 job.slot = slot
+                job.mark()
 
-    def _encode_chunk(self) -> bool:
-        """Encode one chunk of the prompt that came first; True if there is more to encode."""
+    def _encode(self) -> bool:
+        """Encode one chunk of prompts, those that came first; True if there is more to encode.
+
+        Several short prompts share it. A prompt is cut where it would be cut alone, whatever the others are.
+        """
+        room = self.prefill_chunk
         pending = [job for job in self.jobs if job is not None and not job.at_work]
-        if not pending:
-            return False
-        job = pending[0]
-        if not job.encoded:
-            self._restore(job)
-        chunk = np.asarray(job.request.ids[job.encoded : job.encoded + self.prefill_chunk], np.int32)
+        for job in sorted(pending, key=lambda job: job.number):
+            if not job.encoded:
+                self._restore(job)
+            chunk = job.request.ids[job.encoded : job.encoded + self.prefill_chunk]
+            size = next(size for size in chunk_sizes(self.prefill_chunk) if size >= len(chunk)) if chunk else 0
+            if size > room:
+                return True
+            room -= size
+            if chunk:
+                self._prefill(job, chunk, size)
+            if job.encoded < len(job.request.ids):
+                return True
+            self._begin(job)
+        return False
+
+    def _prefill(self, job: Job, chunk: tuple[int, ...], size: int) -> None:
+        """Encode the next tokens of a prompt, padded to `size`."""
         self._make_room(job.encoded + len(chunk))
-        size = next(size for size in chunk_sizes(self.prefill_chunk) if size >= len(chunk))
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(chunk)] = chunk
         where = np.int32([job.slot, job.encoded, len(chunk)])
         with self.stats.clock("device_seconds"):
             self.cache = self.programs.prefill(self.params, self.cache, tokens, *where)
         job.encoded += len(chunk)
-        if job.encoded == len(job.request.ids):
-            self._keep(job)
-            self._begin(job)
-            self.stats.prompt_tokens += job.encoded
-            self.stats.cached_tokens += job.answer.cached_tokens
-        return len(pending) > 1 or not job.at_work
 
     def _restore(self, job: Job) -> None:
         """Begin with the longest prefix of the prompt that was encoded before."""
@@ -221,15 +245,19 @@ class Scheduler:
         if found is None:
             return
         self._make_room(found.row.capacity)
-        row = self.programs.grow(found.row, self.cache.capacity)
-        self.cache = self.programs.put(self.cache, row, np.int32(job.slot))
+        with self.stats.clock("device_seconds"):
+            self.cache = self.programs.put(self.cache, found.row, np.int32(job.slot))
         job.encoded = job.answer.cached_tokens = found.length
 
     def _keep(self, job: Job) -> None:
         """Keep the encoded prompt for requests that go on from there."""
-        if self.prefixes.capacity and not self.prefixes.holds(job.request.ids):
-            row = self.programs.take(self.cache, np.int32(job.slot), self._bucket(job.encoded))
-            self.prefixes.add(job.request.ids, row)
+        capacity = self._bucket(job.encoded)
+
+        def take() -> KVCache:
+            with self.stats.clock("device_seconds"):
+                return self.programs.take(self.cache, np.int32(job.slot), capacity)
+
+        self.prefixes.add(job.request.ids, cache_bytes(self.config, capacity, self.dtype), take)
 
     def warmup(self) -> int:
         """Compile, before the first request, what serving needs; returns how many programs. The cache must be fixed."""
@@ -244,12 +272,16 @@ class Scheduler:
         return len(calls)
 
     def _begin(self, job: Job) -> None:
-        """Hand the request over to the device; its first canvas starts with the next pass."""
+        """Hand an encoded request over to the device; its first canvas starts with the next pass."""
         request = job.request
+        self._keep(job)
+        self.stats.prompt_tokens += job.encoded
+        self.stats.cached_tokens += job.answer.cached_tokens
         admission = self._admission(request.sampling, key_from_seed(request.seed, request.copy))
         with self.stats.clock("device_seconds"):
             self.slots = self.programs.admit(self.slots, np.int32(job.slot), *admission)
         job.at_work = True
+        job.mark()
 
     def _admission(self, sampling: Sampling, key: jax.Array) -> tuple:
         """What the program `admit` wants of a request."""
@@ -263,13 +295,13 @@ class Scheduler:
         return key[None], Knobs.of([sampling]), suppress, canvas, pinned
 
     def _until_draft(self) -> int:
-        """Passes until the next draft is due."""
+        """Passes until the next draft is due, but no more than one call may make."""
         due = [
             job.drafts - job.steps % job.drafts + job.committing
             for job in self.jobs
             if job is not None and job.at_work and job.drafts
         ]
-        return min(due, default=UNTIL_READY)
+        return min([MOST_PASSES, *due])
 
     def _harvest(self, told: Told) -> Iterator[tuple[Job, Event]]:
         """Tell what the passes brought: drafts, finished canvases, and answers that are complete."""
@@ -287,33 +319,34 @@ class Scheduler:
         try:
             canvas, logprobs = told.best[job.slot].tolist(), told.logprob[job.slot].tolist()
             event = job.answer.take(canvas, logprobs, job.steps, told.top(job.slot, job.request.sampling.top_logprobs))
-            ended = job.answer.finish_reason is not None and Finished(job.answer.completion())
         except Exception as error:
-            self._leave(job)
-            self.stats.failed += 1
-            yield job, Failed(error)
+            yield self._end(job, error)
             return
         self.stats.canvases += 1
         self.stats.denoising_steps += job.steps
         self.stats.tokens += len(event.tokens)
         yield job, event
-        if ended:
-            self._leave(job)
-            self.stats.finished += 1
-            yield job, ended
-        else:
+        if job.answer.finish_reason is None:
             self._commit(job)
+        else:
+            yield self._end(job)
+
+    def _end(self, job: Job, error: Exception | None = None) -> tuple[Job, Event]:
+        """Frees the slot. The last event is the answer, or the error that kept it from being one."""
+        if job.slot is not None:
+            self.jobs[job.slot] = None
+        job.slot, job.at_work = None, False
+        event = job.end() if error is None else Failed(error)
+        reason = "failed" if isinstance(event, Failed) else job.answer.finish_reason
+        count = reason if reason in ("failed", "cancelled") else "finished"
+        setattr(self.stats, count, getattr(self.stats, count) + 1)
+        return job, event
 
     def _commit(self, job: Job) -> None:
         """The next pass appends the finished canvas; the last canvas of an answer is never encoded."""
         job.encoded += self.config.canvas_length
         self._make_room(job.encoded)
         job.committing, job.steps = True, 0
-
-    def _leave(self, job: Job) -> None:
-        if job.slot is not None:
-            self.jobs[job.slot] = None
-        job.slot, job.at_work = None, False
 
     def _make_room(self, length: int) -> None:
         if length > self.cache.capacity:

@@ -207,10 +207,10 @@ def test_slots_at_rest_ask_for_nothing(model, monkeypatch):
     network = SimpleNamespace(denoise_or_commit=lambda canvas, soft, committing, cache: (cache, soft))
     monkeypatch.setattr(slots_module, "merge", lambda *_: network)
     monkeypatch.setattr(slots_module, "head_stats", head)
-    nobody = np.zeros(SLOTS, bool)
+    nobody = jnp.zeros(SLOTS, bool)
     for active in ([True, True, False, False], [False, True, False, False]):
         with jax.disable_jit(), pytest.raises(Enough):
-            arguments = (engine.params, engine.cache, engine.slots, np.array(active), nobody, np.int32(1))
+            arguments = (engine.params, engine.cache, engine.slots, jnp.array(active), nobody, jnp.int32(1))
             _advance(model.graph, model.config, False, dg.Policy(), *arguments)
     assert asked == [[[0.5, 1], [3, 0], [0.5, 1]], [[1, 1], [0, 0], [1, 1]]]
 

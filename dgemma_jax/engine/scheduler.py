@@ -28,7 +28,8 @@ from dgemma_jax.sampling import BUILT_IN, Sampling
 from dgemma_jax.text.tokenizer import Tokenizer
 
 SMALLEST_CHUNK, PREFILL_CHUNK = 64, 1024  # tokens of a prompt that are encoded at once
-MOST_PASSES = 8  # at once: a request that comes, or is cancelled, waits for no more
+# Passes that are made at once. Who comes while a slot is free waits for a few at most, who is cancelled for some more.
+FEW_PASSES, MOST_PASSES = 8, 64
 
 
 Event = Draft | Canvas | Finished | Failed
@@ -301,7 +302,7 @@ class Scheduler:
             for job in self.jobs
             if job is not None and job.at_work and job.drafts
         ]
-        return min([MOST_PASSES, *due])
+        return min([FEW_PASSES if None in self.jobs else MOST_PASSES, *due])
 
     def _harvest(self, told: Told) -> Iterator[tuple[Job, Event]]:
         """Tell what the passes brought: drafts, finished canvases, and answers that are complete."""

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import dgemma_jax as dg
 from dgemma_jax.diffusion import slots as slots_module
 from dgemma_jax.engine.programs import _advance
 from dgemma_jax.engine.scheduler import FEW_PASSES, MOST_PASSES, Scheduler
-from dgemma_jax.model.transformer import merge
+from dgemma_jax.model.transformer import Transformer, merge
 from tests.random_models import SMALL, random_model
 
 C = SMALL.canvas_length
@@ -140,10 +139,10 @@ def passes(engine, job, most: int) -> int:
 
 
 def test_a_long_prompt_stalls_the_others_by_one_chunk_at_most(model):
-    engine = scheduler(model, prefill_chunk=32)
+    engine = scheduler(model, prefill_chunk=16)
     first = engine.submit(request(model, [5, 6], **ENDLESS), drafts=1)
     engine.advance()
-    engine.submit(request(model, [7] * 160))
+    engine.submit(request(model, [7] * 96))
     for _ in range(6):
         assert any(job is first for job, _ in engine.advance())
 
@@ -162,16 +161,16 @@ def test_short_prompts_share_a_chunk(model):
 
 def test_prompts_are_encoded_in_the_order_in_which_they_came(model):
     """Also where a later one sits in a lower slot: else those that come and go would keep a long one waiting."""
-    engine = scheduler(model, prefill_chunk=32)
+    engine = scheduler(model, prefill_chunk=16)
     blocker = engine.submit(request(model, [5], **ENDLESS), drafts=1)
     engine.advance()
-    long = engine.submit(request(model, [7] * 150, **ENDLESS))
+    long = engine.submit(request(model, [7] * 100, **ENDLESS))
     engine.advance()
     engine.cancel(blocker)
     later = engine.submit(request(model, [8] * 30, **ENDLESS))
     engine.advance()
     assert later.slot < long.slot
-    assert passes(engine, long, 9) <= 3
+    assert passes(engine, long, 9) <= 5
     assert not later.at_work
 
 
@@ -204,8 +203,8 @@ def test_slots_at_rest_ask_for_nothing(model, monkeypatch):
         asked.append([values.tolist()[:2] for values in draws])
         raise Enough
 
-    network = SimpleNamespace(denoise_or_commit=lambda canvas, soft, committing, cache: (cache, soft), mesh=None)
-    monkeypatch.setattr(slots_module, "on_devices", lambda graph, params, batch, loop, *how: partial(loop, network))
+    pass_by = lambda self, canvas, soft, committing, cache: (cache, soft)  # noqa: E731
+    monkeypatch.setattr(Transformer, "denoise_or_commit", pass_by)
     monkeypatch.setattr(slots_module, "head_stats", head)
     nobody = jnp.zeros(SLOTS, bool)
     for active in ([True, True, False, False], [False, True, False, False]):

@@ -67,6 +67,11 @@ def cache_bytes(config: Config, capacity: int, dtype: str, mesh: Mesh | None = N
     return _bytes(partial(init_cache, config, 1, capacity, dtype, mesh)) // heads.count
 
 
+def aside_bytes(config: Config, capacity: int, dtype: str, slots: int, mesh: Mesh | None = None) -> int:
+    """Bytes of the copy of a row in which a prompt is encoded beside so many slots; a single one needs none."""
+    return cache_bytes(config, capacity, dtype, mesh) if slots > 1 else 0
+
+
 def step_bytes(config: Config, dtype: str, slots: int) -> int:
     """Bytes that a pass over so many slots takes beside weights, cache and slots: the 26B model's, less where a model
     has smaller arrays."""
@@ -127,8 +132,7 @@ def plan(
         return shard_of("rows", slots, mesh).length * cache_bytes(config, length, dtype, mesh)
 
     def need(slots: int, length: int) -> int:
-        one = cache_bytes(config, length, dtype, mesh)
-        rows, aside = cached(slots, length), one if slots > 1 else 0  # a prompt is encoded in a copy of its row
+        rows, aside = cached(slots, length), aside_bytes(config, length, dtype, slots, mesh)
         prefixes = int(PREFIX_SHARE * rows) if prefix_cache_bytes is None else prefix_cache_bytes
         own = shard_of("rows", slots, mesh).length
         return rows + aside + prefixes + own * row + step_bytes(config, dtype, own)

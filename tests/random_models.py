@@ -58,7 +58,7 @@ def _params(config: Config, seed: int) -> dict:
 
 
 @cache
-def _programs(config: Config, seed: int) -> Programs:
+def _programs(config: Config, seed: int, quick: bool) -> Programs:
     return Programs(build(config)[0], config)
 
 
@@ -68,5 +68,5 @@ def random_model(
     """A Model over random parameters. All of the same config and seed share them, and what is compiled for them."""
     model = Model(config, _params(config, seed), tokenizer, defaults, **kwargs)
     if model.implementations == AUTO and model.mesh is None:
-        model._programs = _programs(config, seed)
+        model._programs = _programs(config, seed, jax.config.jax_disable_most_optimizations)
     return model

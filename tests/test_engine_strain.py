@@ -46,6 +46,8 @@ EXTREMES = [
     {"canvas": [7] * C, "pinned": [True] * C},
 ]
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 @pytest.fixture(scope="module")
 def model():

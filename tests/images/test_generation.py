@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -34,14 +33,7 @@ def png() -> bytes:
 
 
 PNG = png()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    """Compiling is most of the time of these tests; their programs run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")

@@ -218,6 +218,15 @@ def until(condition, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture
+def _interruptible():
+    """A shell starts what it runs in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("how", ["result", "iterate", "drafts"])
 def test_ctrl_c(model, engine, how):
     """The call ends, its request is cancelled, the engine goes on."""

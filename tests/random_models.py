@@ -68,5 +68,5 @@ def random_model(
     """A Model over random parameters. All of the same config and seed share them, and what is compiled for them."""
     model = Model(config, _params(config, seed), tokenizer, defaults, **kwargs)
     if model.implementations == AUTO and model.mesh is None:
-        model._programs = _programs(config, seed, jax.config.jax_disable_most_optimizations)
+        model._programs = _programs(config, seed, jax.config.read("jax_disable_most_optimizations"))
     return model

@@ -6,6 +6,7 @@ nothing is tuned on a device, so the figures are of memory and of the number of 
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -16,6 +17,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/gpu_aot.json"
@@ -31,6 +34,7 @@ COMPILED = (  # program, rows, and in how many bits weights are stored
     ("loop", 1, "int4"),
     ("loop", 2, "int4"),
 )
+SHARED, DEVICES = (("loop", 1, "bf16"), ("loop", 1, "int8")), {"data": 1, "expert": 2, "tensor": 2}  # on H200
 
 
 def description(kind: str, capability: tuple[int, int], **facts: float) -> str:
@@ -122,48 +126,68 @@ def measure(target: str) -> dict:
     import jax
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[target], topology="1x1x1")
-    mesh = jax.sharding.Mesh([topology.devices[0]], ("device",))
-    return {
-        f"{program}, {rows} rows, {weights}": _figures(mesh, program, rows, weights)
+    def devices(count: int) -> list:
+        how = {"platform": "cuda", "target_config": TARGETS[target], "topology": f"1x1x{count}"}
+        return topologies.get_topology_desc(**how).devices
+
+    one = jax.sharding.Mesh(devices(1), ("device",))
+    found = {
+        f"{program}, {rows} rows, {weights}": _figures(one, program, rows, weights)
         for program, rows, weights in COMPILED
     }
+    if target == "H200":
+        shape = tuple(DEVICES.values())
+        mesh = jax.sharding.Mesh(np.array(devices(math.prod(shape))).reshape(shape), tuple(DEVICES))
+        for program, rows, weights in SHARED:
+            name = f"{program}, {rows} rows, {weights}, {mesh.size} devices"
+            found[name] = _figures(mesh, program, rows, weights, shared=True)
+    return found
 
 
-def _figures(mesh, program: str, rows: int, weights: str) -> dict:
-    """Bytes in MiB, kernels, copies of whole weights or cache buffers, and how many arrays are as large as weights."""
+def _figures(mesh, program: str, rows: int, weights: str, shared: bool = False) -> dict:
+    """Bytes in MiB, kernels, copies of whole weights or cache buffers, and how many arrays are as large as weights.
+
+    shared: the devices of the mesh share the model. All figures are then those of one, and collectives are counted:
+    how many of each, and the elements of the largest.
+    """
     import jax
 
     from dgemma_jax.engine.hardware import WEIGHTS
     from dgemma_jax.model.transformer import Implementations
-    from tests.full_size import TEXT_26B, Hlo, Programs, large_moves, whole_weights
+    from dgemma_jax.sharding import share
+    from tests.full_size import TEXT_26B, Hlo, Programs, collectives, large_moves, whole_weights
 
     config = replace(TEXT_26B, quantization=WEIGHTS[weights])
     kernels = Implementations(attention="pallas", experts="pallas", dense="pallas")
-    programs = Programs("bfloat16", rows, implementations=kernels, config=config)
+    own_mesh = mesh if shared else None
+    programs = Programs("bfloat16", rows, implementations=kernels, config=config, mesh=own_mesh)
     function, arguments = getattr(programs, program)()
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def place(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) if hasattr(leaf, "shape") else leaf
+        return leaf.update(sharding=here) if getattr(leaf, "sharding", here) is None else leaf
+
+    def held(leaf):
+        return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) if shared else leaf
 
     started = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = function.lower(*jax.tree.map(place, arguments)).compile()
     hlo, memory = Hlo(compiled.as_text()), compiled.memory_analysis()
-    arrays = (programs.model[1], programs.cache)
+    arrays = jax.tree.map(held, (programs.model[1], programs.cache))
     looping = program == "loop"
     kernels = sum(1 for _ in hlo.kernels(inside_loops=looping))
     return {
         "temp_mib": round(memory.temp_size_in_bytes / MIB, 1),
         "alias_mib": round(memory.alias_size_in_bytes / MIB, 1),
         "arguments_mib": round(memory.argument_size_in_bytes / MIB, 1),
-        "cache_mib": round(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.cache)) / MIB, 1),
+        "cache_mib": round(sum(share(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.cache)) / MIB, 1),
         "largest_array_elements": max(one.elements for one in hlo.kernels()),
         "kernels": kernels,
         "kernels_per_layer": round(kernels / LAYERS, 1),
         "large_copies": len(large_moves(hlo, arrays, inside_loops=looping)),
         "as_large_as_weights": dict(Counter(str(list(one.largest)) for one in whole_weights(hlo, config))),
+        "collectives": {name: [len(sizes), max(sizes)] for name, sizes in collectives(hlo).items()},
         "compile_s": round(time.perf_counter() - started, 1),
     }
 

@@ -25,6 +25,7 @@ from dgemma_jax.convert.safetensors_files import Problem
 from dgemma_jax.convert.table import insert, leaf
 
 if TYPE_CHECKING:
+    import jax
     import orbax.checkpoint as ocp
 
 MANIFEST = "dgemma-manifest.json"
@@ -85,14 +86,29 @@ class OrbaxFiles:
         self._kept = {name: array for name, array in arrays.items() if name in self.stacks}
         for name in names:
             array = arrays.pop(name)
-            self._check(name, array)
+            self._check_header(name, array.dtype, array.shape)
+            self._check_values(name, array)
             yield name, array
 
-    def _check(self, name: str, array: np.ndarray) -> None:
+    def read_parts(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
+        """The tensors as the targets say, with dtype, sharding and zeros behind the end; each device reads its part."""
+        trees: dict[Path, list[str]] = {}
+        for name in targets:
+            trees.setdefault(self.tensors[name].tree, []).append(name)
+        for tree, names in trees.items():
+            keys = [self.tensors[name].keys for name in names]
+            for name, header in zip(names, headers(tree, keys), strict=True):
+                self._check_header(name, *header)  # Orbax would cut or fill up what has another shape
+            yield from zip(names, restore(tree, keys, [targets[name] for name in names]), strict=True)
+
+    def _check_header(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
         stored = self.tensors[name]
-        if (array.dtype.name, array.shape) != (stored.dtype, stored.shape):
+        if (dtype.name, shape) != (stored.dtype, stored.shape):
             header = f"{stored.dtype}{list(stored.shape)}"
-            raise ValueError(f"{stored.tree}: {name} is {array.dtype}{list(array.shape)}, recorded as {header}{AGAIN}")
+            raise ValueError(f"{stored.tree}: {name} is {dtype}{list(shape)}, recorded as {header}{AGAIN}")
+
+    def _check_values(self, name: str, array: np.ndarray) -> None:
+        stored = self.tensors[name]
         if stored.crc32 is not None and checksum(array) != stored.crc32:
             raise ValueError(f"{stored.tree}: {name} has other values than were written (crc32){AGAIN}")
 
@@ -133,13 +149,18 @@ def save(path: Path, tree: Mapping[str, Any]) -> None:
         _checkpointer("save").save(path.absolute(), args=ocp.args.PyTreeSave(arrays))
 
 
-def restore(path: Path, wanted: list[tuple[str, ...]]) -> list[np.ndarray]:
-    """The arrays at some keys of an Orbax checkpoint. ValueError, with the path, if it cannot be read."""
+def restore(
+    path: Path, wanted: list[tuple[str, ...]], targets: list[jax.ShapeDtypeStruct] | None = None
+) -> list[np.ndarray] | list[jax.Array]:
+    """The arrays at some keys of an Orbax checkpoint. ValueError, with the path, if it cannot be read.
+
+    targets: dtype, shape and sharding of each, instead of numpy arrays as they are stored.
+    """
     import orbax.checkpoint as ocp
 
     args: dict[str, Any] = {}
-    for keys in wanted:
-        insert(args, keys, ocp.RestoreArgs(restore_type=np.ndarray))
+    for index, keys in enumerate(wanted):
+        insert(args, keys, ocp.RestoreArgs(restore_type=np.ndarray) if targets is None else _part_of(targets[index]))
     if not (path / TREE).is_file():
         raise ValueError(f"{path} is missing{AGAIN}")
     try:
@@ -149,6 +170,23 @@ def restore(path: Path, wanted: list[tuple[str, ...]]) -> list[np.ndarray]:
     except Exception as error:  # Orbax passes on whatever its storage libraries raise
         raise ValueError(f"{path} cannot be read ({first_line(error)}){AGAIN}") from error
     return [leaf(tree, keys) for keys in wanted]
+
+
+def _part_of(target: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+    import orbax.checkpoint as ocp
+
+    return ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype, strict=False)
+
+
+def headers(path: Path, wanted: list[tuple[str, ...]]) -> list[tuple[np.dtype, tuple[int, ...]]]:
+    """Dtype and shape of the arrays at some keys of an Orbax checkpoint. ValueError if they cannot be read."""
+    try:
+        with _quiet():
+            tree = _checkpointer("restore").metadata(path.absolute()).item_metadata.tree
+            found = [leaf(tree, keys) for keys in wanted]
+    except Exception as error:  # as in restore
+        raise ValueError(f"{path} cannot be read ({first_line(error)}){AGAIN}") from error
+    return [(np.dtype(one.dtype), tuple(one.shape)) for one in found]
 
 
 def first_line(error: Exception) -> str:

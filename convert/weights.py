@@ -72,6 +72,7 @@ class Weights:
 
     kind: the layout, in words. rows: the parameters of the model and where they are stored, in reading order.
     note: what to know about this layout, or "". numbers: the dtype of what quantised weights stand for, None without.
+    in_place: whether the files hold every parameter as it lies in params.
     """
 
     kind: str
@@ -80,6 +81,7 @@ class Weights:
     rows: Rows
     note: str = ""
     numbers: str | None = None
+    in_place: bool = False
 
     @property
     def dtype(self) -> str | None:
@@ -132,18 +134,22 @@ class Weights:
     def read(self, rows: Rows, abstract: Mapping, dtype: str | None) -> Iterator[Parameter]:
         """The parameters of some rows, in memory of their own; dtype None is as stored, and the parts of quantised
         weights always are. The headers must fit."""
+        for name, entry, stored in self.stored(rows):
+            shape = leaf(abstract, entry.path).shape
+            with np.errstate(over="ignore"):  # what does not fit float16 is found by the check of values
+                wanted = stored.dtype if dtype is None or is_part(entry.path) else DTYPES[dtype]
+                array = owned(entry.layout.from_file(stored, shape), wanted)
+            problem = part_problem(name, array) if is_part(entry.path) else value_problem(name, stored, array)
+            yield Parameter(entry.path, array, problem)
+
+    def stored(self, rows: Rows) -> Iterator[tuple[str, Entry, np.ndarray]]:
+        """The tensor's name, the parameter's entry and its values as they are stored, for each of some rows."""
         entries: dict[str, list[Entry]] = defaultdict(list)
         for name, entry in rows:
             entries[name].append(entry)
         for name, stored in self.files.read(entries):
             for entry in entries[name]:
-                part = stored[(*entry.index, ...)]  # with the dots also a single value stays an array
-                shape = leaf(abstract, entry.path).shape
-                with np.errstate(over="ignore"):  # what does not fit float16 is found by the check of values
-                    wanted = part.dtype if dtype is None or is_part(entry.path) else DTYPES[dtype]
-                    array = owned(entry.layout.from_file(part, shape), wanted)
-                problem = part_problem(name, array) if is_part(entry.path) else value_problem(name, part, array)
-                yield Parameter(entry.path, array, problem)
+                yield name, entry, stored[(*entry.index, ...)]  # with the dots also a single value stays an array
 
 
 def open_weights(directory: Path, config: Config, verify: bool = False) -> Weights:
@@ -157,9 +163,9 @@ def open_weights(directory: Path, config: Config, verify: bool = False) -> Weigh
         rows = [(name_of(path), Entry(path, SAME)) for path in paths]
         files = orbax_files.open_converted(directory, config, verify)
         if config.quantization is None:
-            return Weights("converted (Orbax)", directory, files, rows)
+            return Weights("converted (Orbax)", directory, files, rows, in_place=True)
         kind = f"converted (Orbax), quantised to {config.quantization}"
-        return Weights(kind, directory, files, rows, numbers=config.dtype)
+        return Weights(kind, directory, files, rows, numbers=config.dtype, in_place=True)
     if config.quantization is not None:
         raise ValueError(
             f"{directory}/config.json says {config.quantization} as dgemma convert --quantize writes it, but the "
@@ -175,13 +181,17 @@ def open_weights(directory: Path, config: Config, verify: bool = False) -> Weigh
 
 
 def load(
-    weights: Weights, abstract: Mapping, dtype: str | None = None, place: Callable[[np.ndarray], Any] = np.asarray
+    weights: Weights,
+    abstract: Mapping,
+    dtype: str | None = None,
+    place: Callable[[np.ndarray], Any] = np.asarray,
+    read: Callable[[Rows, Mapping, str], Iterator[Parameter]] | None = None,
 ) -> tuple[dict, str]:
     """Reads all params, one tensor at a time.
 
     abstract: the nested dict of shapes that params must match. dtype: of the result; None is that of the stored
-    embedding table. place: what becomes of each array, for instance a copy to a device.
-    Returns (params, dtype). Raises WeightsError with everything that is wrong.
+    embedding table. place: what becomes of each array, for instance a copy to a device. read: in place of
+    `Weights.read`. Returns (params, dtype). Raises WeightsError with everything that is wrong.
     """
     problems = weights.problems(abstract)
     dtype = dtype or weights.dtype or "float32"
@@ -189,7 +199,7 @@ def load(
     params: dict = {}
     for rows in by_item(weights.rows).values():
         sound = [(name, entry) for name, entry in rows if name not in broken]
-        for path, array, problem in weights.read(sound, abstract, dtype):
+        for path, array, problem in (read or weights.read)(sound, abstract, dtype):
             if problem is not None:
                 problems.append(problem)
             if not problems:  # nothing is placed once the load has failed

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dgemma_jax.functional import denoise, denoise_logits, encode, soft_embedding
     from dgemma_jax.image_batch import ImageBatch
     from dgemma_jax.sampling import UNSET, Sampling
+    from dgemma_jax.sharding import make_mesh
     from dgemma_jax.tools import ToolRun, run_tools
 
 _HOME = {
@@ -45,6 +46,7 @@ _HOME = {
     "gemma_26b_a4b": "config",
     "init_cache": "cache",
     "load": "api",
+    "make_mesh": "sharding",
     "run_tools": "tools",
     "soft_embedding": "functional",
     "tiny": "config",

@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from jax.sharding import Mesh
 
 from dgemma_jax.checkpoint import dtype_name, open_directory, read_checkpoint
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Policy
-from dgemma_jax.engine.capacity import check_slots, context
+from dgemma_jax.engine.capacity import check_slots, context, slots_for
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request
 from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Failed, Job, Scheduler, draft_interval
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
+from dgemma_jax.implementations import choose
 from dgemma_jax.infilling import infill_canvas
-from dgemma_jax.kernels import selection
 from dgemma_jax.model.transformer import AUTO, Implementations, build
 from dgemma_jax.prompts import NO_TOKENIZER, Conversation, Prompt, PromptReader
 from dgemma_jax.sampling import UNSET, Resolved, Sampling
+from dgemma_jax.sharding import checked, uneven
 from dgemma_jax.text import Tokenizer, opens_thought, parse_response, render_chat
 from dgemma_jax.text.turn import Turn
 
 logger = logging.getLogger(__name__)
-LARGEST_SLOTS = 8  # chosen by itself
 DEFAULT_POLICY = Policy()
 Name = TypeVar("Name")
 
@@ -39,6 +40,7 @@ def load(
     tokenizer: Tokenizer | str | Path | None = None,
     attention_implementation: str = "auto",
     image_blocks: str | None = None,
+    mesh: Mesh | None = None,
 ) -> "Model":
     """Open a model: a directory in Hugging Face's layout, "tiny" (bundled), or a hub name in the local HF cache.
 
@@ -46,36 +48,28 @@ def load(
     output in tokens; None is the config's context, lowered to what memory leaves. tokenizer: used instead of the
     checkpoint's. attention_implementation: "auto", "reference", "xla", "pallas" or "triton"; what auto takes depends on
     the device, see `dgemma_jax.kernels.selection`, and is logged. image_blocks: "all", "sliding" or "none", see
-    `Config`; None is the config's. Raises ValueError with one line that says what is wrong and what to do, before
+    `Config`; None is the config's. mesh: several devices (`dg.make_mesh`), each of which reads its part of the weights.
+    Raises ValueError with one line that says what is wrong and what to do, before any
     weights are read where that can be known.
     """
-    opened, dtype = open_directory(name), dtype_name(dtype)
+    mesh, opened, dtype = checked(mesh), open_directory(name), dtype_name(dtype)
     if image_blocks is not None:
         opened = opened._replace(config=replace(opened.config, image_blocks=image_blocks))
     itemsize = np.dtype(dtype or opened.weights.dtype or opened.config.dtype).itemsize
-    implementations, choice = _implementations(attention_implementation, opened.config, itemsize)
-    config, params, tokenizer, defaults = read_checkpoint(opened, dtype, tokenizer)
+    implementations, choice = choose(attention_implementation, opened.config, itemsize, mesh)
+    for line in uneven(opened.config, mesh):
+        logger.warning(line)
+    config, params, tokenizer, defaults = read_checkpoint(opened, dtype, tokenizer, mesh)
     logger.info(choice)
-    return Model(config, params, tokenizer, defaults, max_model_len, implementations)
-
-
-def _implementations(attention: str, config: Config, itemsize: int) -> tuple[Implementations, str]:
-    """What runs on this process' device, and that in words. itemsize: bytes of a number."""
-    heads = {layer.kind: layer.head_dim for layer in config.layers}
-    device = selection.this_device()
-    found = Implementations(
-        attention=selection.attention(attention, device, heads, itemsize),
-        experts=selection.experts(device),
-        dense=selection.experts(device),
-    )
-    return found, f"{selection.describe(found.attention, device, heads, itemsize)}; experts: {found.experts}"
+    return Model(config, params, tokenizer, defaults, max_model_len, implementations, mesh)
 
 
 class Model:
     """A loaded model. config, params (plain nested dict of arrays), graph, tokenizer (None if it has none), defaults.
 
     params and graph go into the functional layer (`dg.encode`, `dg.denoise`, ...). max_model_len: longest prompt plus
-    output, see `load`, which makes models. implementations: which one each op runs.
+    output, see `load`, which makes models. implementations: which one each op runs. mesh: where params lie, None for
+    one device.
     """
 
     def __init__(
@@ -86,13 +80,14 @@ class Model:
         defaults: Resolved,
         max_model_len: int | None = None,
         implementations: Implementations = AUTO,
+        mesh: Mesh | None = None,
     ):
         self.config, self.params, self.tokenizer, self.defaults = config, params, tokenizer, defaults
         self.dtype = str(params["final_norm"]["scale"].dtype)  # the table may be quantised
-        self.graph, _ = build(config, self.dtype, implementations)
-        self.implementations = implementations
-        self.max_model_len = context(config, self.dtype, max_model_len)
-        self._programs = Programs(self.graph, config)
+        self.graph, _ = build(config, self.dtype, implementations, mesh)
+        self.implementations, self.mesh = implementations, mesh
+        self.max_model_len = context(config, self.dtype, max_model_len, mesh)
+        self._programs = Programs(self.graph, config, mesh)
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -106,13 +101,14 @@ class Model:
         attention as it is.
         """
         other = copy(self)
-        other.max_model_len = context(self.config, self.dtype, max_model_len)
+        other.max_model_len = context(self.config, self.dtype, max_model_len, self.mesh)
         if attention_implementation != "auto":
-            found, choice = _implementations(attention_implementation, self.config, np.dtype(self.dtype).itemsize)
+            itemsize = np.dtype(self.dtype).itemsize
+            found, choice = choose(attention_implementation, self.config, itemsize, self.mesh)
             logger.info(choice)
             other.implementations = found
-            other.graph, _ = build(self.config, self.dtype, found)
-            other._programs = Programs(other.graph, self.config)
+            other.graph, _ = build(self.config, self.dtype, found, self.mesh)
+            other._programs = Programs(other.graph, self.config, self.mesh)
         return other
 
     def generate(
@@ -131,7 +127,8 @@ class Model:
         seed: for requests without a seed of their own; None draws a fresh one per request, in Completion.seed.
         images: of a string, an image or a list of them; of a list of prompts, for each an image, a list, or None. A
         path, the bytes of a file, a PIL image or an array; each belongs to one <|image|> in the text.
-        slots: rows denoised together; None takes the smallest power of two that holds the prompts, at most 8.
+        slots: rows denoised together; None takes the smallest power of two that holds the prompts, at most 8, and so
+        many for each group of a mesh.
         A row's answer does not depend on the other rows.
         """
         events = self.events(prompts, sampling, seed, policy, images, slots)
@@ -149,7 +146,8 @@ class Model:
     ) -> Iterator[tuple[int, Canvas | Finished]]:
         """`generate` as it happens: (index of the prompt, event), a Canvas per canvas and a Finished per prompt."""
         requests = self._requests(prompts, sampling, seed, images)
-        served = self.serve(enumerate(requests), _slots(slots, len(requests)), policy)
+        chosen = slots_for(len(requests), self.mesh) if slots is None else slots
+        served = self.serve(enumerate(requests), chosen, policy)
         return ((index, event) for index, event in served if not isinstance(event, Draft))  # there are none
 
     def stream(
@@ -285,8 +283,8 @@ class Model:
     ) -> Iterator[tuple[Name, Draft | Canvas | Finished]]:
         """(name, event) as things happen, with a Finished for every request; each is asked for once a slot is near.
 
-        requests: named requests, as many as you like. slots: see `generate`; None is 8. drafts: steps between two
-        Draft events of a request, None for none.
+        requests: named requests, as many as you like. slots: see `generate`; None is 8 in each group. drafts: steps
+        between two Draft events of a request, None for none.
         """
         return _served(self.scheduler(slots, policy), iter(requests), draft_interval(drafts))
 
@@ -298,10 +296,10 @@ class Model:
         fixed: bool = False,
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> Scheduler:
-        """Slots of this model's own, for whoever drives them; None is 8. fixed, prefill_chunk: see `Scheduler`."""
+        """Slots of this model's own, for whoever drives them. None: see `serve`; fixed, prefill_chunk: `Scheduler`."""
         if not isinstance(policy, Policy | None):
             raise ValueError(f"policy {policy!r} is not a dg.Policy; build one with dg.Policy(stop=...) and the like")
-        slots = LARGEST_SLOTS if slots is None else _slots(slots, 1)
+        slots = slots_for(None, self.mesh) if slots is None else check_slots(slots)
         parts = (self.config, self.params, self._programs, self.tokenizer, self.max_model_len)
         return Scheduler(*parts, slots, policy or DEFAULT_POLICY, fixed=fixed, prefill_chunk=prefill_chunk)
 
@@ -388,9 +386,3 @@ def _list(value, name: str, expected: str) -> list:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise ValueError(f"{name} is {value!r:.60}; expected {expected}")
     return list(value)
-
-
-def _slots(slots: int | None, prompts: int) -> int:
-    if slots is None:
-        return min(LARGEST_SLOTS, 1 << max(0, prompts - 1).bit_length())
-    return check_slots(slots)

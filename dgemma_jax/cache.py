@@ -4,10 +4,13 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
-from dgemma_jax.config import Config
+from dgemma_jax.config import Config, LayerConfig
+from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.shapes import Array, Keys, Lengths
+from dgemma_jax.sharding import copies, partition, shard_of
 
 
 @jax.tree_util.register_dataclass
@@ -30,24 +33,48 @@ class KVCache:
         return max(buffer.shape[1] for buffer in self.k)
 
 
-def init_cache(config: Config, batch: int, capacity: int, dtype: str | None = None) -> KVCache:
+def init_cache(
+    config: Config, batch: int, capacity: int, dtype: str | None = None, mesh: Mesh | None = None
+) -> KVCache:
     """An empty cache for `batch` rows of up to `capacity` positions; dtype None: the config's.
 
+    mesh: the model's, if it has one; rows and heads are then cut as its devices share them.
     Raises ValueError if batch or capacity is not positive.
     """
     if batch < 1 or capacity < 1:
         raise ValueError(f"batch is {batch} and capacity {capacity}; expected at least 1 of each")
+    rows, heads = shard_of("rows", batch, mesh), shard_of("heads", config.num_attention_heads, mesh)
+
+    def zeros(shape: tuple[int, ...], kind: str, *cut: Shard | None) -> Array:
+        return jnp.zeros(shape, kind, device=None if mesh is None else NamedSharding(mesh, partition(*cut)))
 
     def buffers() -> tuple[Array, ...]:
         return tuple(
-            jnp.zeros(
-                (batch, _slots(config, layer.kind, capacity), layer.num_key_value_heads, layer.head_dim),
+            zeros(
+                (batch, _slots(config, layer.kind, capacity), _heads(config, layer, mesh), layer.head_dim),
                 dtype or config.dtype,
+                *(rows, None, heads),
             )
             for layer in config.layers
         )
 
-    return KVCache(k=buffers(), v=buffers(), lengths=jnp.zeros(batch, jnp.int32))
+    return KVCache(k=buffers(), v=buffers(), lengths=zeros((batch,), "int32", rows))
+
+
+def _heads(config: Config, layer: LayerConfig, mesh: Mesh | None) -> int:
+    return layer.num_key_value_heads * copies(config, layer.num_key_value_heads, mesh)
+
+
+def fitted(config: Config, cache: KVCache, mesh: Mesh | None) -> KVCache:
+    """The same contents with as many copies of the K/V heads as the mesh needs; for a cache made without it."""
+
+    def fit(buffers: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(
+            b if b.shape[2] == (heads := _heads(config, layer, mesh)) else jnp.repeat(b, heads // b.shape[2], axis=2)
+            for b, layer in zip(buffers, config.layers, strict=True)
+        )
+
+    return replace(cache, k=fit(cache.k), v=fit(cache.v))
 
 
 def _slots(config: Config, kind: str, capacity: int) -> int:

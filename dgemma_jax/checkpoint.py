@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dgemma_jax.config import DTYPES, Config, check
 from dgemma_jax.config_hf import RELEASE
 from dgemma_jax.convert.destination import unfinished
 from dgemma_jax.convert.orbax_files import tree_directory
+from dgemma_jax.convert.parts import load_parts
 from dgemma_jax.convert.weights import Weights, load, open_weights
 from dgemma_jax.model.transformer import build
 from dgemma_jax.sampling import Resolved, Sampling
@@ -40,13 +42,16 @@ def open_checkpoint(
 
 
 def read_checkpoint(
-    opened: Opened, dtype: Any = None, tokenizer: Any = None
+    opened: Opened, dtype: Any = None, tokenizer: Any = None, mesh: Mesh | None = None
 ) -> tuple[Config, dict, Tokenizer | None, Resolved]:
-    """`open_checkpoint` of a directory that is open already: reads the weights."""
+    """`open_checkpoint` of a directory that is open already: reads the weights, on a mesh each device its part."""
     dtype = dtype_name(dtype)
     text = _tokenizer(opened.directory, tokenizer)
     defaults = _defaults(opened, text)
-    params, stored = load(opened.weights, opened.abstract, dtype, place=jax.device_put)
+    if mesh is None:
+        params, stored = load(opened.weights, opened.abstract, dtype, place=jax.device_put)
+    else:
+        params, stored = load_parts(opened.weights, opened.abstract, dtype, build(opened.config, mesh=mesh)[1])
     return replace(opened.config, dtype=stored), params, text, defaults
 
 

@@ -127,7 +127,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="what requests call the model (by default as --model)")
     add("--max-num-seqs", "--slots", type=int, metavar="N", help="answers denoised together (by default what fits)")
     add("--max-model-len", type=int, metavar="N", help="longest prompt plus answer in tokens (by default what fits)")
-    add("--pipeline-parallel-size", type=int, default=1, metavar="N", help="must be 1")
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on (%(default)s); 0 takes a free one")
@@ -183,6 +182,17 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--model", default="tiny", help="directory, hub name in the local cache, or tiny (the default, bundled)")
     choices = "auto|reference|xla|pallas|triton"
     add("--attention-implementation", default="auto", metavar=choices, help="auto (the default) takes what suits here")
+    add = parser.add_argument_group("several devices (by default one)").add_argument
+    add(
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="groups that have all weights and their own slots",
+    )
+    add("--expert-parallel-size", type=int, default=1, metavar="N", help="devices that share experts and vocabulary")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share these, heads and MLPs")
+    add("--pipeline-parallel-size", type=int, default=1, metavar="N", help="must be 1")
 
 
 def _add_model_and_knobs(parser: argparse.ArgumentParser) -> None:

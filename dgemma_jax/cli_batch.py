@@ -14,11 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dgemma_jax.batch import EVERYTHING, Shard, answers, finished_ids
 from dgemma_jax.cli_generate import load_model, sampling_of
 from dgemma_jax.events import Canvas
+from dgemma_jax.parallel import mesh_of
 
 
 def run(args: Namespace) -> int:
     """Answers the lines of args.input; 1 if some could not be answered. ValueError or OSError for what cannot begin."""
     sampling, shard = sampling_of(args), Shard.parse(args.shard) if args.shard else EVERYTHING
+    mesh = mesh_of(args)
     source, output = Path(args.input), Path(args.output)
     if source.resolve() == output.resolve():
         raise ValueError(f"--output is {output}, the input itself; choose another file")
@@ -27,7 +29,7 @@ def run(args: Namespace) -> int:
         raise ValueError(f"{output} exists; pass --resume to go on with it, or choose another file")
     done = finished_ids(output) if args.resume else set()
     console = Console(stderr=True)
-    model = load_model(args, console)
+    model = load_model(args, console, mesh)
     how = {"seed": args.seed, "slots": args.slots, "raw": args.raw, "shard": shard, "done": done}
     failed = 0
     with output.open("a", encoding="utf-8") as file, Tally(console, total, len(done)) as tally:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dgemma_jax.cli_generate import load_model, sampling_of
+from dgemma_jax.parallel import mesh_of
 from dgemma_jax.text.schema import function_of
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ HELP = """/reset               forget the conversation
 
 def run(args: Namespace) -> None:
     """Talks until the input ends. ValueError for what cannot be done; at a terminal it ends only its turn."""
-    sampling = sampling_of(args)
+    sampling, mesh = sampling_of(args), mesh_of(args)
     tools = read_tools(args.tools) if args.tools else None
     console = Console(stderr=True)
-    model = load_model(args, console)
+    model = load_model(args, console, mesh)
     talk = Conversation(model, console, tools, args.thinking, sampling, args.seed)
     interactive = sys.stdin.isatty()
     if interactive:

@@ -15,9 +15,12 @@ from rich.console import Console
 from rich.text import Text
 
 from dgemma_jax.events import Canvas, Completion, Finished
+from dgemma_jax.parallel import mesh_of
 from dgemma_jax.sampling import Sampling
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from dgemma_jax.api import Model
     from dgemma_jax.images import PreparedImage
 
@@ -46,10 +49,10 @@ def run(args: Namespace) -> int:
     console = Console(stderr=True)
     _check_watch(args, console)
     # Choices are checked before the weights are read.
-    sampling = sampling_of(args)
+    sampling, mesh = sampling_of(args), mesh_of(args)
     prompts = _prompts(args.prompts)
 
-    model = load_model(args, console)
+    model = load_model(args, console, mesh)
     as_they_are = args.raw or model.tokenizer is None
     inputs = [(prompt, args.image) if as_they_are else _chat(prompt, args.image or (), model) for prompt in prompts]
     if args.watch:
@@ -84,12 +87,12 @@ def _is_batch(args: Namespace) -> bool:
     return True
 
 
-def load_model(args: Namespace, console: Console) -> Model:
+def load_model(args: Namespace, console: Console, mesh: Mesh | None) -> Model:
     """The model asked for, under a spinner on a terminal. From here on Ctrl-C is an exception, see `cli.main`."""
     import dgemma_jax as dg
 
     with console.status(Text(f"loading {args.model}")) if console.is_terminal else nullcontext():
-        model = dg.load(args.model, attention_implementation=args.attention_implementation)
+        model = dg.load(args.model, attention_implementation=args.attention_implementation, mesh=mesh)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return model
 

@@ -15,12 +15,13 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from dgemma_jax.cli import EXIT_ERROR, EXIT_INTERRUPTED, leave
-from dgemma_jax.parallel import check_parallel
+from dgemma_jax.parallel import check_parallel, mesh_of
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from fastapi import FastAPI
+    from jax.sharding import Mesh
 
     from dgemma_jax.engine.engine import Engine
 
@@ -51,8 +52,9 @@ def run(args: Namespace) -> int:
         import dgemma_jax as dg
 
         logging.getLogger("dgemma_jax").setLevel(logging.INFO)
-        _check_fits(args)
-        how = {"attention_implementation": args.attention_implementation}
+        mesh = mesh_of(args)
+        _check_fits(args, mesh)
+        how = {"attention_implementation": args.attention_implementation, "mesh": mesh}
         model = dg.load(args.model, args.dtype, args.max_model_len, **how)
         if model.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer.json; a server needs one, for text and for chats")
@@ -162,20 +164,22 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_fits(args: Namespace) -> None:
+def _check_fits(args: Namespace, mesh: Mesh | None) -> None:
     """ValueError, with the bytes, if what is asked for will not fit beside the weights: the engine's own plan."""
     import jax
 
     from dgemma_jax.checkpoint import dtype_name, open_directory
     from dgemma_jax.engine.capacity import MEMORY_FRACTION, context, plan
     from dgemma_jax.model.transformer import build
+    from dgemma_jax.sharding import share
 
     opened = open_directory(args.model)
     config, dtype = opened.config, dtype_name(args.dtype) or opened.weights.dtype or opened.config.dtype
-    length = None if args.max_model_len is None else context(config, dtype, args.max_model_len)
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(build(config, dtype)[1]))
+    length = None if args.max_model_len is None else context(config, dtype, args.max_model_len, mesh)
+    params = jax.tree.leaves(build(config, dtype, mesh=mesh)[1])
+    weights = sum(share(leaf) * leaf.dtype.itemsize for leaf in params)
     longest = config.max_position_embeddings
-    plan(config, dtype, args.max_num_seqs, length, longest, None, MEMORY_FRACTION, weights)
+    plan(config, dtype, args.max_num_seqs, length, longest, None, MEMORY_FRACTION, weights, mesh)
 
 
 def _bound(host: str, port: int) -> socket.socket:

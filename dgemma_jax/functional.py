@@ -5,6 +5,8 @@ are they run operation by operation, which is slow to start but shows every valu
 `Model.params`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from dgemma_jax.kernels.vocab_head import reference as head_reference
 from dgemma_jax.model.transformer import Transformer, merge
 from dgemma_jax.model.vision import place
 from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Hidden, Lengths, Logits, PerRow, RowKeys, Tokens
+from dgemma_jax.spmd import CACHE, ROWS, WHOLE, on_devices
 
 
 def encode(
@@ -40,15 +43,18 @@ def encode(
     Outside jit, raises ValueError for ids outside the vocabulary, lengths outside 0 .. T, a row that would exceed the
     cache's capacity, and images that do not fit their places; inside jit these are the caller's care.
     """
-    model = merge(graph, params)
-    _check_ids("tokens", tokens, cache, model.config)
+    config = merge(graph, params).config
+    _check_ids("tokens", tokens, cache, config)
     _check_lengths(lengths, tokens.shape[1], cache)
-    if images is None:
-        return model.encode(tokens, lengths, cache)
-    _check_tower(model.config)
-    holes = (tokens == model.config.image_token_id) & (jnp.arange(tokens.shape[1]) < lengths[:, None])
-    _check_places(images, holes)
-    return model.encode(tokens, lengths, cache, *place(model.vision(images), jnp.asarray(images.counts), holes))
+    placed = ()
+    if images is not None:
+        _check_tower(config)
+        holes = (tokens == config.image_token_id) & (jnp.arange(tokens.shape[1]) < lengths[:, None])
+        _check_places(images, holes)
+        placed = place(image_features(graph, params, images), jnp.asarray(images.counts), holes)
+    takes = (ROWS, ROWS, CACHE, *[ROWS] * len(placed))
+    run = on_devices(graph, params, len(tokens), Transformer.encode, takes, (CACHE, ROWS))
+    return run(tokens, lengths, cache, *placed)
 
 
 def image_features(graph: nnx.GraphDef, params: dict, images: ImageBatch) -> Float[Array, "n Q D"]:
@@ -56,9 +62,9 @@ def image_features(graph: nnx.GraphDef, params: dict, images: ImageBatch) -> Flo
 
     Q is P over the square of the pooling kernel. ValueError if the model has no image tower.
     """
-    model = merge(graph, params)
-    _check_tower(model.config)
-    return model.vision(images)
+    _check_tower(merge(graph, params).config)
+    see = lambda model, images: model.vision(images)  # noqa: E731  (the same on every device of a mesh)
+    return on_devices(graph, params, len(images.counts), see, (WHOLE,), WHOLE)(images)
 
 
 def denoise_logits(
@@ -69,18 +75,26 @@ def denoise_logits(
     soft f[B,C,D]: self-conditioning input of the step before (`soft_embedding`); None and zeros both mean none, as in
     the first step of every canvas.
     """
-    model = merge(graph, params)
-    _check_ids("canvas", canvas, cache, model.config)
-    hidden = model.denoise(canvas, cache, soft)
-    return head_reference.capped_logits(hidden, model.embedder.table[...], model.config.final_logit_softcapping)
+    _check_ids("canvas", canvas, cache, merge(graph, params).config)
+
+    def run(model: Transformer, canvas: Canvas, cache: KVCache, soft: CanvasHidden | None) -> Logits:
+        hidden, embedder = model.denoise(canvas, cache, soft), model.embedder
+        own = head_reference.capped_logits(hidden, embedder.table[...], model.config.final_logit_softcapping)
+        return embedder.shard.gather(own, axis=2)[..., : embedder.shard.size]
+
+    return on_devices(graph, params, len(canvas), run, (ROWS, CACHE, ROWS), ROWS)(canvas, cache, soft)
 
 
 def soft_embedding(graph: nnx.GraphDef, params: dict, logits: Logits) -> CanvasHidden:
     """softmax(logits) @ table * sqrt(D), f[B,C,D]; logits f32[B,C,V] already divided by the step's temperature."""
-    embedder = merge(graph, params).embedder
-    return head_reference.soft_embedding(
-        jax.nn.softmax(logits, axis=-1), embedder.table[...], embedder.scale, embedder.dtype
-    )
+
+    def run(model: Transformer, logits: Logits) -> CanvasHidden:
+        embedder, probabilities = model.embedder, jax.nn.softmax(logits, axis=-1)
+        own = embedder.shard.part(probabilities, axis=2)
+        how = (embedder.scale, embedder.dtype, embedder.shard)
+        return head_reference.soft_embedding(own, embedder.table[...], *how)
+
+    return on_devices(graph, params, len(logits), run, (ROWS,), ROWS)(logits)
 
 
 def denoise(
@@ -105,10 +119,16 @@ def denoise(
     top_k i32[B], top_p f32[B]: the logits before temperature are cut to the likeliest ids, see
     `kernels.vocab_head.reference.floor`; 0 and 1 leave a row whole, None all rows.
     """
-    model = merge(graph, params)
-    _check_ids("canvas", canvas, cache, model.config)
-    hidden = model.denoise(canvas, cache, soft)
-    return head_stats(model, hidden, temperature, keys, suppress, draw_temperature, top_k, top_p)
+    config = merge(graph, params).config
+    _check_ids("canvas", canvas, cache, config)
+
+    def run(model: Transformer, canvas: Canvas, cache: KVCache, soft: CanvasHidden | None, *rows: Any) -> HeadStats:
+        return head_stats(model, model.denoise(canvas, cache, soft), *rows)
+
+    suppress = _suppression(suppress, len(canvas), config.vocab_size)
+    rows = (temperature, keys, suppress, draw_temperature, top_k, top_p)
+    takes = (ROWS, CACHE, ROWS, *[ROWS] * len(rows))
+    return on_devices(graph, params, len(canvas), run, takes, ROWS)(canvas, cache, soft, *rows)
 
 
 def head_stats(
@@ -116,12 +136,12 @@ def head_stats(
     hidden: CanvasHidden,
     temperature: PerRow,
     keys: RowKeys,
-    suppress: Bool[Array, " V"] | Bool[Array, "B V"] | Int[Array, " n"] | None,
+    suppress: Bool[Array, "B V"] | None,
     draw_temperature: PerRow | None,
     top_k: Lengths | None,
     top_p: PerRow | None,
 ) -> HeadStats:
-    """The vocabulary head over the states of a canvas, see `denoise`."""
+    """The vocabulary head over the states of a canvas, see `denoise`; on a mesh, of one device's rows."""
     B, C = hidden.shape[:2]
     config: Config = model.config
     return vocab_head(
@@ -130,11 +150,12 @@ def head_stats(
         temperature,
         jnp.ones(B, jnp.float32) if draw_temperature is None else draw_temperature,
         proposal_uniforms(keys, C, config.vocab_size),
-        _suppression(suppress, B, config.vocab_size),
+        suppress,
         softcap=config.final_logit_softcapping,
         scale=model.embedder.scale,
         top_k=top_k,
         top_p=top_p,
+        shard=model.embedder.shard,
         implementation=model.implementations.head,
     )
 

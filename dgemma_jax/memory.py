@@ -4,15 +4,23 @@ import os
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 
-def free_bytes(fraction: float = 1.0) -> int:
-    """Memory that arrays may still take, out of `fraction` of all there is: the device's, on a CPU the host's."""
-    stats = jax.local_devices()[0].memory_stats()
+def free_bytes(fraction: float = 1.0, mesh: Mesh | None = None) -> int:
+    """Memory that arrays may still take, out of `fraction` of all there is: the device's, on a CPU the host's.
+
+    mesh: of that of its devices which has the least; on a CPU they share the host's equally.
+    """
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    return min(_free(device.memory_stats(), fraction, len(devices)) for device in devices)
+
+
+def _free(stats: dict[str, int] | None, fraction: float, sharers: int) -> int:
     if stats and "bytes_limit" in stats:
         total, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
     else:
-        total, free = _host()
+        total, free = (size // sharers for size in _host())
     return max(0, free - int((1 - fraction) * total))
 
 

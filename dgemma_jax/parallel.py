@@ -1,6 +1,13 @@
 """What a canvas can be spread over, checked before anything is loaded."""
 
+from __future__ import annotations
+
+from argparse import Namespace
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 PIPELINE_NAMES = ("pipe", "pipeline", "stage", "pp")
 
@@ -19,3 +26,14 @@ def check_parallel(axes: Iterable[str] = (), pipeline_parallel_size: int = 1) ->
         f"{what}; the canvas state advances only where the sampler runs, and every pipeline stage would need it:"
         " use data, expert or tensor parallelism instead"
     )
+
+
+def mesh_of(args: Namespace) -> Mesh | None:
+    """The mesh that a command line asks for, None for one device. ValueError, before anything is loaded."""
+    check_parallel(pipeline_parallel_size=args.pipeline_parallel_size)
+    sizes = {name: getattr(args, f"{name}_parallel_size") for name in ("data", "expert", "tensor")}
+    if set(sizes.values()) == {1}:
+        return None
+    from dgemma_jax.sharding import make_mesh
+
+    return make_mesh(**sizes)

@@ -43,9 +43,9 @@ class Device:
         return self.kind or self.platform
 
 
-def this_device() -> Device:
-    """The first device of this process."""
-    device = jax.local_devices()[0]
+def this_device(device: jax.Device | None = None) -> Device:
+    """What is known of one of jax's devices; None is the first of this process."""
+    device = device or jax.local_devices()[0]
     if "cuda" not in device.client.platform_version.lower():
         return Device(device.platform)
     major, minor = map(int, device.compute_capability.split("."))

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from dgemma_jax.cache import KVCache, init_cache
 from dgemma_jax.config import Config, gemma_26b_a4b
@@ -17,6 +18,7 @@ from dgemma_jax.diffusion.step import start, step
 from dgemma_jax.functional import encode
 from dgemma_jax.model.transformer import AUTO, Implementations, build
 from dgemma_jax.sampling import BUILT_IN
+from dgemma_jax.spmd import CACHE, Layout
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 TEXT_26B = replace(gemma_26b_a4b(), vision=None)  # none of these programs reads the tower's weights
@@ -37,16 +39,25 @@ class Programs:
     capacity: int = 8192
     implementations: Implementations = AUTO
     config: Config = TEXT_26B
+    mesh: Mesh | None = None
 
     @cached_property
     def model(self) -> tuple:
         """The graph and the abstract parameters."""
-        return build(self.config, self.dtype, self.implementations)
+        return build(self.config, self.dtype, self.implementations, self.mesh)
 
     @cached_property
     def cache(self) -> KVCache:
         """The abstract cache."""
-        return jax.eval_shape(lambda: init_cache(self.config, self.rows, self.capacity, self.dtype))
+        shapes = jax.eval_shape(lambda: init_cache(self.config, self.rows, self.capacity, self.dtype, self.mesh))
+        if self.mesh is None:
+            return shapes
+        k, v, lengths = Layout(self.config, self.rows, self.mesh).specs(CACHE)
+        place = lambda spec, leaf: leaf.update(sharding=NamedSharding(self.mesh, spec))  # noqa: E731
+        return KVCache(
+            *(jax.tree.map(partial(place, spec), part) for spec, part in ((k, shapes.k), (v, shapes.v))),
+            lengths=place(lengths, shapes.lengths),
+        )
 
     def encode(self, tokens: int = 1024) -> tuple:
         """A chunk of tokens of every row, appended to the donated cache."""
@@ -167,6 +178,17 @@ def large_moves(hlo: Hlo, arrays: Collection, *, inside_loops: bool) -> list[Ins
         for one in hlo.kernels(inside_loops)
         if hlo.moves(one) and any(dimensions(shape) in wanted for _, shape in one.results)
     ]
+
+
+def collectives(hlo: Hlo) -> dict[str, list[int]]:
+    """What a program sends between devices: by operation, the elements of each one's largest result."""
+    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    found = ((one.operation.removesuffix("-start"), one.elements) for one in hlo.kernels())
+    sent: dict[str, list[int]] = {}
+    for name, elements in found:
+        if name in names:
+            sent.setdefault(name, []).append(elements)
+    return sent
 
 
 def whole_weights(hlo: Hlo, config: Config) -> list[Instruction]:

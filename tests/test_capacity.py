@@ -27,7 +27,7 @@ def model():
 
 
 def planned(monkeypatch, free: int, slots=None, max_model_len=None, prefix=None, platform="gpu") -> capacity.Plan:
-    monkeypatch.setattr(capacity, "free_bytes", lambda fraction: int(fraction * free))
+    monkeypatch.setattr(capacity, "free_bytes", lambda fraction, mesh: int(fraction * free))
     monkeypatch.setattr(capacity.jax, "default_backend", lambda: platform)
     return capacity.plan(LARGE, "bfloat16", slots, max_model_len, LARGE.max_position_embeddings, prefix, 0.9)
 
@@ -68,12 +68,12 @@ def test_weights_to_come_are_kept_free(monkeypatch):
     """Planned before they are read it is the plan that is made afterwards."""
     monkeypatch.setattr(capacity.jax, "default_backend", lambda: "gpu")
     common = (LARGE, "bfloat16", None, 8192, LARGE.max_position_embeddings, None, 0.9)
-    monkeypatch.setattr(capacity, "free_bytes", lambda fraction: int(fraction * 80 * GB))
+    monkeypatch.setattr(capacity, "free_bytes", lambda fraction, mesh: int(fraction * 80 * GB))
     before = capacity.plan(*common, weights=52 * GB)
-    monkeypatch.setattr(capacity, "free_bytes", lambda fraction: int(fraction * 80 * GB) - 52 * GB)
+    monkeypatch.setattr(capacity, "free_bytes", lambda fraction, mesh: int(fraction * 80 * GB) - 52 * GB)
     assert before == capacity.plan(*common) and before.slots == 32
     with pytest.raises(ValueError, match=r"take [\d,]+ bytes beside 80,000,000,000 of weights, 0 are free"):
-        monkeypatch.setattr(capacity, "free_bytes", lambda fraction: 72 * GB)
+        monkeypatch.setattr(capacity, "free_bytes", lambda fraction, mesh: 72 * GB)
         capacity.plan(*common, weights=80 * GB)
 
 

@@ -16,10 +16,13 @@ from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import step_keys
 from dgemma_jax.diffusion.step import CanvasState, select, start, update
 from dgemma_jax.functional import head_stats
+from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.kernels.vocab_head import Likeliest, likeliest
-from dgemma_jax.model.transformer import Transformer, merge
+from dgemma_jax.model.transformer import Transformer
 from dgemma_jax.sampling import MOST_LOGPROBS
 from dgemma_jax.shapes import Array, CanvasHidden, Lengths, RowKeys, RowMask
+from dgemma_jax.sharding import shard_of
+from dgemma_jax.spmd import CACHE, ROWS, WHOLE, on_devices
 
 
 @jax.tree_util.register_dataclass
@@ -55,11 +58,6 @@ def idle(config: Config, keys: RowKeys, knobs: Knobs, dtype: str) -> Slots:
     return Slots(state, keys, zeros, jax.tree.map(jnp.asarray, knobs), suppress, nobody, nobody)
 
 
-def admit(slots: Slots, at: Int32[Array, ""], new: Slots) -> Slots:
-    """`new`, which is a single slot, in place of the one at `at`."""
-    return jax.tree.map(lambda array, row: jax.lax.dynamic_update_slice_in_dim(array, row, at, 0), slots, new)
-
-
 def advance(
     graph: nnx.GraphDef,
     config: Config,
@@ -70,25 +68,36 @@ def advance(
     allowance: Int32[Array, ""],
 ) -> tuple[KVCache, Slots]:
     """Passes until a slot is ready, nothing is left to do, or `allowance` is used up."""
+    batch = len(slots.active)
 
-    def body(carry: tuple[KVCache, Slots, Array]) -> tuple[KVCache, Slots, Array]:
-        cache, slots, allowance = carry
-        return *one_pass(graph, config, policy, params, cache, slots), allowance - 1
+    def loop(model: Transformer, cache: KVCache, slots: Slots, allowance: Array) -> tuple[KVCache, Slots]:
+        rows = shard_of("rows", batch, model.mesh)
 
-    cache, slots, _ = jax.lax.while_loop(lambda carry: unfinished(*carry[1:]), body, (cache, slots, allowance))
-    return cache, slots
+        def body(carry: tuple[KVCache, Slots, Array, Array]) -> tuple[KVCache, Slots, Array, Array]:
+            cache, slots = one_pass(model, config, policy, *carry[:2])
+            allowance = carry[2] - 1
+            return cache, slots, allowance, unfinished(slots, allowance, rows)
+
+        # What devices have to agree on is asked in the body: a loop's condition is no place to wait for others.
+        carry = (cache, slots, allowance, unfinished(slots, allowance, rows))
+        return jax.lax.while_loop(lambda carry: carry[3], body, carry)[:2]
+
+    takes, gives = (CACHE, ROWS, WHOLE), (CACHE, ROWS)
+    return on_devices(graph, params, batch, loop, takes, gives)(cache, slots, allowance)
 
 
-def unfinished(slots: Slots, allowance: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Whether to make another pass: a slot has work, none waits for the host, and the allowance lasts."""
-    return jnp.any(slots.active) & ~jnp.any(slots.ready) & (allowance > 0)
+def unfinished(slots: Slots, allowance: Int32[Array, ""], rows: Shard | None = None) -> Bool[Array, ""]:
+    """Whether to make another pass: a slot has work, none waits for the host, and the allowance lasts.
+
+    rows: which of all slots these are, on several devices.
+    """
+    any_slot = rows.any if rows else jnp.any
+    return any_slot(slots.active) & ~any_slot(slots.ready) & (allowance > 0)
 
 
-def one_pass(
-    graph: nnx.GraphDef, config: Config, policy: Policy, params: dict, cache: KVCache, slots: Slots
-) -> tuple[KVCache, Slots]:
+def one_pass(model: Transformer, config: Config, policy: Policy, cache: KVCache, slots: Slots) -> tuple[KVCache, Slots]:
     """Denoises the running slots and encodes the committing ones, which then begin their next canvas."""
-    model, state, knobs = merge(graph, params), slots.state, slots.knobs
+    state, knobs = slots.state, slots.knobs
     canvas = jnp.where(slots.committing[:, None], state.best, state.canvas)
     cache, hidden = model.denoise_or_commit(canvas, state.soft, slots.committing, cache)
     now = step_keys(slots.keys, slots.canvas_index, state.steps)
@@ -106,10 +115,10 @@ def one_pass(
 def _likeliest(model: Transformer, hidden: CanvasHidden, state: CanvasState, knobs: Knobs) -> Likeliest:
     """Of all slots if a running one asks, else what they had: a request that does not ask pays nothing for it."""
     table, softcap = model.embedder.table[...], model.config.final_logit_softcapping
-    n = min(MOST_LOGPROBS, table.shape[0])
+    n = min(MOST_LOGPROBS, model.config.vocab_size)
 
     def look() -> Likeliest:
-        found = likeliest(hidden, table, n, softcap)
+        found = likeliest(hidden, table, n, softcap, shard=model.embedder.shard)
         missing = ((0, 0), (0, 0), (0, MOST_LOGPROBS - n))
         return jax.tree.map(lambda array: jnp.pad(array, missing), found)
 

@@ -24,6 +24,7 @@ from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Event, Failed, Job, draft_interval
 from dgemma_jax.engine.stats import EngineStats
 from dgemma_jax.events import Finished
+from dgemma_jax.parallel import check_parallel
 
 if TYPE_CHECKING:
     from dgemma_jax.api import Model, Prompt
@@ -45,7 +46,8 @@ class Engine:
     memory for encoded prompts, so that a conversation's next turn need not encode the earlier ones again; None is a
     tenth of the slots' cache, 0 is none. attention_implementation: see `dgemma_jax.load`; "auto" is the model's.
     compilation_cache: directory for compiled programs, used from then on by the whole process; None leaves it as it is.
-    ValueError for what cannot be or does not fit.
+    pipeline_parallel_size: must be 1; a model on several devices is loaded on a mesh. ValueError for what cannot be or
+    does not fit.
     """
 
     def __init__(
@@ -60,13 +62,16 @@ class Engine:
         prefix_cache_bytes: int | None = None,
         attention_implementation: str = "auto",
         compilation_cache: str | Path | None = None,
+        pipeline_parallel_size: int = 1,
     ):
+        check_parallel(pipeline_parallel_size=pipeline_parallel_size)
         if prefix_cache_bytes is not None and not is_int(prefix_cache_bytes):
             raise ValueError(f"prefix_cache_bytes is {prefix_cache_bytes!r}; expected bytes, 0 for none, or None")
         if not is_number(memory_fraction) or not 0 < memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {memory_fraction!r}; expected a number above 0 and at most 1")
         longest = model.max_model_len if max_model_len is None else model.variant(max_model_len).max_model_len
-        planned = plan(model.config, model.dtype, slots, max_model_len, longest, prefix_cache_bytes, memory_fraction)
+        wanted = (slots, max_model_len, longest, prefix_cache_bytes, memory_fraction)
+        planned = plan(model.config, model.dtype, *wanted, mesh=model.mesh)
         if compilation_cache is not None:
             keep_on_disk(compilation_cache)
         self.model = model.variant(planned.max_model_len, attention_implementation)

@@ -12,6 +12,7 @@ import numpy as np
 
 from dgemma_jax.cache import KVCache
 from dgemma_jax.images.placement import Placed
+from dgemma_jax.sharding import share
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """What it takes on the device."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.row))
+        """What it takes on each device."""
+        return sum(share(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.row))
 
 
 class PrefixCache:

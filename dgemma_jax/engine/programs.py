@@ -4,22 +4,26 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int32
 
 from dgemma_jax.cache import KVCache, cut, grow
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Knobs, Policy
-from dgemma_jax.diffusion.slots import Slots, admit, advance, idle
+from dgemma_jax.diffusion.slots import Slots, advance, idle
 from dgemma_jax.diffusion.step import start
 from dgemma_jax.functional import image_features
 from dgemma_jax.image_batch import ImageBatch
-from dgemma_jax.model.transformer import merge
+from dgemma_jax.model.transformer import Transformer
 from dgemma_jax.shapes import Array, Blocks, Canvas, Hidden, RowKeys, RowMask, Tokens
+from dgemma_jax.sharding import shard_of
+from dgemma_jax.spmd import CACHE, ROW_CACHE, ROWS, WHOLE, Layout, on_devices
 
 
 class Programs:
@@ -27,16 +31,18 @@ class Programs:
 
     Each is compiled once per number of slots and cache capacity, prefill also per chunk bucket, advance per Policy. Of
     models that read images also features, once per bucket of patches, and place, per bucket of patches and of tokens.
+    mesh: that of the graph.
     """
 
-    def __init__(self, graph: nnx.GraphDef, config: Config):
+    def __init__(self, graph: nnx.GraphDef, config: Config, mesh: Mesh | None = None):
+        self.mesh = mesh
         self._prefill = jax.jit(partial(_prefill, graph), donate_argnums=1)
-        self._admit = jax.jit(partial(_admit, config), donate_argnums=0)
+        self._admit = jax.jit(partial(_admit, config, mesh), donate_argnums=0)
         self._advance = jax.jit(partial(_advance, graph, config), static_argnums=0, donate_argnums=(2, 3))
-        self._grow = jax.jit(partial(grow, config), static_argnums=1)
-        self._take = jax.jit(partial(_take_cut, config), static_argnums=2)
-        self._put = jax.jit(_put, donate_argnums=0)
-        self._idle = jax.jit(partial(idle, config), static_argnums=2)
+        self._grow = jax.jit(partial(_grow, config, mesh), static_argnums=1)
+        self._take = jax.jit(partial(_take, config, mesh), static_argnums=2)
+        self._put = jax.jit(partial(_put, config, mesh), donate_argnums=0)
+        self._idle = jax.jit(partial(_idle, config, mesh), static_argnums=2)
         self._features = jax.jit(partial(image_features, graph))
         self._place = jax.jit(_place)
 
@@ -129,29 +135,76 @@ def _prefill(
     soft: Hidden | None,
     blocks: Blocks | None,
 ) -> KVCache:
-    row = replace(_take(cache, slot), lengths=start[None])
-    row, _ = merge(graph, params).encode(tokens, count[None], row, soft, blocks)
-    return _put(cache, row, slot)
+    batch = len(cache.lengths)
+
+    def run(
+        model: Transformer,
+        cache: KVCache,
+        tokens: Tokens,
+        slot: Array,
+        start: Array,
+        count: Array,
+        soft: Hidden | None,
+        blocks: Blocks | None,
+    ) -> KVCache:
+        at, here = shard_of("rows", batch, model.mesh).locate(slot)
+        row = _row(cache, at)
+        row = replace(row, lengths=jnp.where(here, start, row.lengths))
+        count = jnp.where(here, count, 0)[None]  # no token for another device's row
+        row, _ = model.encode(tokens, count, row, soft, blocks)
+        return _with_row(cache, row, at)
+
+    takes = (CACHE, *[WHOLE] * 6)
+    return on_devices(graph, params, batch, run, takes, CACHE)(cache, tokens, slot, start, count, soft, blocks)
 
 
 def _place(soft: Hidden, features: Float[Array, "1 Q D"], at: Int32[Array, ""]) -> Hidden:
     return jnp.asarray(soft).at[0, at + jnp.arange(features.shape[1])].set(features[0], mode="drop")
 
 
-def _take(cache: KVCache, slot: Int32[Array, ""]) -> KVCache:
-    return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, slot, 1), cache)
+def _take(config: Config, mesh: Mesh | None, cache: KVCache, slot: Int32[Array, ""], capacity: int) -> KVCache:
+    layout = Layout(config, len(cache.lengths), mesh)
+
+    def run(cache: KVCache, slot: Array) -> KVCache:
+        at, here = layout.rows.locate(slot)
+        return jax.tree.map(lambda x: layout.rows.sum(jnp.where(here, x, 0)), cut(config, _row(cache, at), capacity))
+
+    return layout.run(run, (CACHE, WHOLE), ROW_CACHE)(cache, slot)
 
 
-def _take_cut(config: Config, cache: KVCache, slot: Int32[Array, ""], capacity: int) -> KVCache:
-    return cut(config, _take(cache, slot), capacity)
+def _put(config: Config, mesh: Mesh | None, cache: KVCache, row: KVCache, slot: Int32[Array, ""]) -> KVCache:
+    layout = Layout(config, len(cache.lengths), mesh)
+
+    def run(cache: KVCache, row: KVCache, slot: Array) -> KVCache:
+        return _with_row(cache, row, *layout.rows.locate(slot))
+
+    return layout.run(run, (CACHE, ROW_CACHE, WHOLE), CACHE)(cache, row, slot)
 
 
-def _put(cache: KVCache, row: KVCache, slot: Int32[Array, ""]) -> KVCache:
-    return jax.tree.map(lambda array, new: jax.lax.dynamic_update_slice_in_dim(array, new, slot, 0), cache, row)
+def _row(arrays: Any, at: Int32[Array, ""]) -> Any:
+    """Row `at` of every array, as a batch of one."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, at, 1), arrays)
+
+
+def _with_row(arrays: Any, row: Any, at: Int32[Array, ""], here: bool | Bool[Array, ""] = True) -> Any:
+    """The arrays with `row` as their row `at`, as they were where it is not `here`."""
+    row = jax.tree.map(lambda new, old: jnp.where(here, new, old), row, _row(arrays, at))
+    return jax.tree.map(lambda array, new: jax.lax.dynamic_update_slice_in_dim(array, new, at, 0), arrays, row)
+
+
+def _grow(config: Config, mesh: Mesh | None, cache: KVCache, capacity: int) -> KVCache:
+    larger = lambda cache: grow(config, cache, capacity)  # noqa: E731
+    return Layout(config, len(cache.lengths), mesh).run(larger, (CACHE,), CACHE)(cache)
+
+
+def _idle(config: Config, mesh: Mesh | None, keys: RowKeys, knobs: Knobs, dtype: str) -> Slots:
+    run = lambda keys, knobs: idle(config, keys, knobs, dtype)  # noqa: E731
+    return Layout(config, len(keys), mesh).run(run, (ROWS, ROWS), ROWS)(keys, knobs)
 
 
 def _admit(
     config: Config,
+    mesh: Mesh | None,
     slots: Slots,
     at: Int32[Array, ""],
     key: RowKeys,
@@ -160,10 +213,19 @@ def _admit(
     canvas: Canvas,
     pinned: Bool[Array, "1 C"],
 ) -> Slots:
-    zero, one = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
-    state = start(config, key, zero, one, str(slots.state.soft.dtype))
-    state = replace(state, canvas=jnp.where(canvas < 0, state.canvas, canvas), pinned=pinned)
-    return admit(slots, at, Slots(state, key, zero, knobs, suppress, active=one, committing=~one))
+    layout = Layout(config, len(slots.active), mesh)
+
+    def run(
+        slots: Slots, at: Array, key: RowKeys, knobs: Knobs, suppress: Array, canvas: Canvas, pinned: Array
+    ) -> Slots:
+        zero, one = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+        state = start(config, key, zero, one, str(slots.state.soft.dtype))
+        state = replace(state, canvas=jnp.where(canvas < 0, state.canvas, canvas), pinned=pinned)
+        new = Slots(state, key, zero, knobs, suppress, active=one, committing=~one)
+        return _with_row(slots, new, *layout.rows.locate(at))
+
+    takes = (ROWS, *[WHOLE] * 6)
+    return layout.run(run, takes, ROWS)(slots, at, key, knobs, suppress, canvas, pinned)
 
 
 def _advance(

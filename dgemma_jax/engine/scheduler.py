@@ -26,6 +26,7 @@ from dgemma_jax.kernels.vocab_head import Likeliest
 from dgemma_jax.memory import free_bytes
 from dgemma_jax.sampling import BUILT_IN, Resolved
 from dgemma_jax.shapes import Array
+from dgemma_jax.sharding import shard_of
 from dgemma_jax.text.tokenizer import Tokenizer
 
 SMALLEST_CHUNK, PREFILL_CHUNK = 64, 1024  # tokens of a prompt that are encoded at once
@@ -125,10 +126,11 @@ class Scheduler:
         self.jobs: list[Job | None] = [None] * slots
         self.prefill_chunk = prefill_chunk
         capacity = max_model_len if fixed else self._bucket(config.sliding_window + 4 * config.canvas_length)
-        need = slots * cache_bytes(config, capacity, self.dtype)
-        if need > free_bytes():
-            raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free_bytes():,} are free: lower it")
-        self.cache = init_cache(config, slots, capacity, self.dtype)
+        mesh = programs.mesh
+        need = shard_of("rows", slots, mesh).length * cache_bytes(config, capacity, self.dtype, mesh)
+        if need > (free := free_bytes(mesh=mesh)):
+            raise ValueError(f"slots is {slots}; their cache takes {need:,} bytes, {free:,} are free: lower it")
+        self.cache = init_cache(config, slots, capacity, self.dtype, mesh)
         self.prefixes, self.stats = PrefixCache(0), EngineStats(slots=slots)
         self.soft_tokens = SoftTokens(config, programs, params, self.dtype) if reads_images(config) else None
         self.slots = programs.idle(jnp.stack([key_from_seed(0)] * slots), Knobs.of([BUILT_IN] * slots), self.dtype)

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from dgemma_jax.config import Config
 from dgemma_jax.kernels.grouped_matmul import experts
 from dgemma_jax.model.layers import rms_norm, weight
 from dgemma_jax.shapes import Array
+from dgemma_jax.sharding import shard_of
 
 
 class Router(nnx.Module):
@@ -31,15 +33,17 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The experts' matrices in the layout of the product: gate and up side by side."""
+    """The experts' matrices in the layout of the product: gate and up side by side. Devices share whole experts."""
 
-    def __init__(self, config: Config, dtype: str, implementation: str):
+    def __init__(self, config: Config, dtype: str, implementation: str, mesh: Mesh | None):
         E, D, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up = weight(E, D, 2 * width, dtype=dtype)
-        self.down = weight(E, width, D, dtype=dtype)
+        self.shard = shard_of("experts", E, mesh)
+        self.gate_up = weight(E, D, 2 * width, dtype=dtype, axes=(self.shard,))
+        self.down = weight(E, width, D, dtype=dtype, axes=(self.shard,))
         self.implementation = implementation
 
     def __call__(
         self, x: Float[Array, "R D"], weights: Float32[Array, "R A"], ids: Int32[Array, "R A"]
     ) -> Float[Array, "R D"]:
-        return experts(x, self.gate_up[...], self.down[...], weights, ids, implementation=self.implementation)
+        how = {"shard": self.shard, "implementation": self.implementation}
+        return experts(x, self.gate_up[...], self.down[...], weights, ids, **how)

@@ -12,19 +12,24 @@ from jaxtyping import Float, Float32, Int32
 from dgemma_jax.config import Rope
 from dgemma_jax.kernels.matmul import matmul
 from dgemma_jax.kernels.quantized import Quantized, dequantized
+from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.shapes import Array, Hidden, Tokens
 
 
-def weight(*shape: int, dtype: str) -> nnx.Param:
-    """A parameter as its shape and dtype; the arrays come with the params pytree."""
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+def weight(*shape: int, dtype: str, axes: tuple[Shard | None, ...] = ()) -> nnx.Param:
+    """A parameter as its shape and dtype; the arrays come with the params pytree.
+
+    axes: of each dimension from the first on the logical axis, as the mesh cuts it (`dgemma_jax.sharding.shard_of`);
+    None, and nothing for the rest, for what every device has whole.
+    """
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), axes=axes)
 
 
 class QuantizedWeight(nnx.Module):
-    """A weight that the params hold as values and scales; read like a Param."""
+    """A weight that the params hold as values and scales; read like a Param. axes: see `weight`."""
 
-    def __init__(self, spec: Quantized):
-        self.values, self.scales = nnx.Param(spec.values), nnx.Param(spec.scales)
+    def __init__(self, spec: Quantized, axes: tuple[Shard | None, ...] = ()):
+        self.values, self.scales = nnx.Param(spec.values, axes=axes), nnx.Param(spec.scales, axes=axes)
 
     def __getitem__(self, key: EllipsisType) -> Quantized:
         return Quantized(self.values[key], self.scales[key])
@@ -49,31 +54,36 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """(gelu(x Wg) * (x Wu)) Wd with the tanh GELU."""
+    """(gelu(x Wg) * (x Wu)) Wd with the tanh GELU. shard: of the inner axis; None: whole on any mesh."""
 
-    def __init__(self, width: int, inner: int, dtype: str, implementation: str = "auto"):
-        self.gate = weight(width, inner, dtype=dtype)
-        self.up = weight(width, inner, dtype=dtype)
-        self.down = weight(inner, width, dtype=dtype)
-        self.implementation = implementation
+    def __init__(self, width: int, inner: int, dtype: str, implementation: str = "auto", shard: Shard | None = None):
+        self.gate = weight(width, inner, dtype=dtype, axes=(None, shard))
+        self.up = weight(width, inner, dtype=dtype, axes=(None, shard))
+        self.down = weight(inner, width, dtype=dtype, axes=(shard,))
+        self.implementation, self.shard = implementation, shard
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         product = partial(matmul, implementation=self.implementation)
         tokens = x.reshape(-1, x.shape[-1])  # gradients of weights are slow over two leading axes
         gate = jax.nn.gelu(product(tokens, self.gate[...]), approximate=True)
-        return product(gate * product(tokens, self.up[...]), self.down[...]).reshape(x.shape)
+        inner = gate * product(tokens, self.up[...])
+        return product(inner, self.down[...], shard=self.shard).reshape(x.shape)
 
 
 class Embedder(nnx.Module):
-    """The one table of lookup, head and self-conditioning; looked-up rows are scaled by sqrt(D)."""
+    """The one table of lookup, head and self-conditioning; looked-up rows are scaled by sqrt(D). shard: of the ids."""
 
-    def __init__(self, vocab: int, width: int, dtype: str):
-        self.table = weight(vocab, width, dtype=dtype)
-        self.dtype = dtype
+    def __init__(self, shard: Shard, width: int, dtype: str):
+        self.table = weight(shard.size, width, dtype=dtype, axes=(shard,))
+        self.dtype, self.shard = dtype, shard
         self.scale = float(np.sqrt(np.float32(width)).astype(dtype))  # in bf16 53.0 for D = 2816
 
     def __call__(self, ids: Tokens) -> Hidden:
-        rows = dequantized(jax.tree.map(lambda part: part[ids], self.table[...]), self.dtype)
+        place, here = self.shard.locate(ids)
+        rows = dequantized(jax.tree.map(lambda part: part[place], self.table[...]), self.dtype)
+        if self.shard.cut:
+            mine = jnp.expand_dims(here, -1)
+            rows = self.shard.sum(jnp.where(mine, rows, 0))  # one device has the row, the others zeros
         return rows * jnp.asarray(self.scale, rows.dtype)
 
 

@@ -3,11 +3,15 @@
 Source: transformers' DiffusionGemma; the equations are restated where they are computed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from dgemma_jax.cache import KVCache, write
 from dgemma_jax.config import Config, LayerConfig
@@ -17,6 +21,7 @@ from dgemma_jax.model.layers import MLP, Embedder, QuantizedWeight, RMSNorm, rms
 from dgemma_jax.model.vision import VisionTower
 from dgemma_jax.quantization import quantized_spec
 from dgemma_jax.shapes import Blocks, Canvas, CanvasHidden, Hidden, Lengths, RowMask
+from dgemma_jax.sharding import columns, partition_of, placed, shard_of
 
 LAYER_NORMS = (
     "input_norm",
@@ -58,13 +63,17 @@ class Layer(nnx.Module):
     post_experts_norm: RMSNorm
     post_feedforward_norm: RMSNorm
 
-    def __init__(self, config: Config, layer: LayerConfig, dtype: str, implementations: Implementations):
+    def __init__(
+        self, config: Config, layer: LayerConfig, dtype: str, implementations: Implementations, mesh: Mesh | None
+    ):
+        attention, dense, D = implementations.attention, implementations.dense, config.hidden_size
         for name in LAYER_NORMS:
-            setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, dtype))
-        self.attention = Attention(config, layer, dtype, implementations.attention, implementations.dense)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype, implementations.dense)
+            setattr(self, name, RMSNorm(D, config.rms_norm_eps, dtype))
+        self.attention = Attention(config, layer, dtype, attention, dense, mesh)
+        shard = columns(config, config.intermediate_size, mesh)
+        self.mlp = MLP(D, config.intermediate_size, dtype, dense, shard)
         self.router = Router(config, dtype)
-        self.experts = Experts(config, dtype, implementations.experts)
+        self.experts = Experts(config, dtype, implementations.experts, mesh)
         self.encoder_scalar = weight(dtype=dtype)
         self.decoder_scalar = weight(dtype=dtype)
 
@@ -84,9 +93,10 @@ class Layer(nnx.Module):
 class SelfConditioning(nnx.Module):
     """Adds what the previous step expected at each position, then norms the sum (also when there is nothing to add)."""
 
-    def __init__(self, config: Config, dtype: str):
+    def __init__(self, config: Config, dtype: str, mesh: Mesh | None):
         self.pre_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config.hidden_size, config.self_conditioning_size, dtype)
+        shard = shard_of("mlp", config.self_conditioning_size, mesh)
+        self.mlp = MLP(config.hidden_size, config.self_conditioning_size, dtype, shard=shard)
         self.eps = config.rms_norm_eps
 
     def __call__(self, embedded: CanvasHidden, soft: CanvasHidden | None) -> CanvasHidden:
@@ -96,13 +106,16 @@ class SelfConditioning(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """All weights; `encode` for prompts, `denoise` for a canvas, or both row by row."""
+    """All weights; `encode` for prompts, `denoise` for a canvas, or both row by row.
 
-    def __init__(self, config: Config, dtype: str, implementations: Implementations):
-        self.config, self.implementations = config, implementations
-        self.embedder = Embedder(config.vocab_size, config.hidden_size, dtype)
-        self.self_conditioning = SelfConditioning(config, dtype)
-        self.layers = nnx.List([Layer(config, layer, dtype, implementations) for layer in config.layers])
+    On a mesh these run on every device's parts, inside `spmd.on_devices`.
+    """
+
+    def __init__(self, config: Config, dtype: str, implementations: Implementations, mesh: Mesh | None):
+        self.config, self.implementations, self.mesh = config, implementations, mesh
+        self.embedder = Embedder(shard_of("vocab", config.vocab_size, mesh), config.hidden_size, dtype)
+        self.self_conditioning = SelfConditioning(config, dtype, mesh)
+        self.layers = nnx.List([Layer(config, layer, dtype, implementations, mesh) for layer in config.layers])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if config.vision is not None:
             self.vision = VisionTower(config, config.vision, dtype, implementations.attention)
@@ -183,19 +196,35 @@ def quantize_weights(model: Transformer, quantization: str) -> None:
             owner: Any = model
             for key in outer:
                 owner = owner[key] if isinstance(key, int) else getattr(owner, key)
-            setattr(owner, name, QuantizedWeight(spec))
+            setattr(owner, name, QuantizedWeight(spec, param.axes))
 
 
 def build(
-    config: Config, dtype: str | None = None, implementations: Implementations = AUTO
+    config: Config, dtype: str | None = None, implementations: Implementations = AUTO, mesh: Mesh | None = None
 ) -> tuple[nnx.GraphDef, dict]:
     """The model's structure and its parameters as shapes, nothing allocated.
 
     Returns (graph, abstract): graph goes to the functional layer together with params; abstract is the nested dict of
-    jax.ShapeDtypeStruct that params must match. dtype None: the config's.
+    jax.ShapeDtypeStruct that params must match, on a mesh with their sharding. dtype None: the config's.
     """
-    graph, state = nnx.split(Transformer(config, dtype or config.dtype, implementations))
-    return graph, nnx.to_pure_dict(state)
+    model = Transformer(config, dtype or config.dtype, implementations, mesh)
+    return nnx.split(model)[0], _of_weights(model, partial(placed, mesh=mesh))
+
+
+def specs(model: Transformer) -> dict:
+    """How the parameters of a model lie on its mesh: the nested dict of their PartitionSpecs."""
+    return _of_weights(model, lambda array, axes: partition_of(array.shape, axes))
+
+
+def _of_weights(model: Transformer, function: Callable[[Any, tuple], Any]) -> dict:
+    """function(value, axes) of every weight, in the nested dict of the params."""
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda weight: function(weight.get_value(), weight.axes),
+            nnx.state(model),
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        )
+    )
 
 
 def merge(graph: nnx.GraphDef, params: dict) -> Transformer:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32, Int32
 
 from dgemma_jax.config import INT4_GROUP
 from dgemma_jax.kernels import pallas_compat
-from dgemma_jax.kernels.grouped_matmul.xla import Plan, plan
+from dgemma_jax.kernels.grouped_matmul.xla import Plan, combine, plan
 from dgemma_jax.kernels.quantized import HALF, Quantized, unpacked
 from dgemma_jax.shapes import Array
 
@@ -54,20 +54,21 @@ def experts(
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
     *,
+    among: int | None = None,
     tile: Tile | None = None,
-) -> Float[Array, "R D"]:
-    """See `dgemma_jax.kernels.grouped_matmul.experts`. tile: instead of the one chosen by shape.
+) -> Float32[Array, "R D"]:
+    """See `xla.experts`. tile: instead of the one chosen by shape.
 
     What lies between the products, and their results, is kept by pair (token, chosen expert): nothing is padded, and
     the sum over a token's experts has a fixed order. Needs a CUDA GPU; on a CPU the kernels are interpreted.
     """
     E, _, D = down.shape
     R, A = ids.shape
-    tile = tile or tile_for(R * A, E, x.dtype.itemsize)
+    tile = tile or tile_for(R * A, among or E, x.dtype.itemsize)
     where = plan(ids, E, tile.rows)
     hidden = grouped(where, x, gate_up, tile, rows=R * A, gated=True, dtype=x.dtype)
     result = grouped(where, hidden, down, tile, rows=R * A, gated=False, dtype=jnp.float32)
-    return jnp.einsum("ra,rad->rd", weights, result.reshape(R, A, D)).astype(x.dtype)
+    return combine(weights, result.reshape(R, A, D), ids, E)
 
 
 def grouped(

@@ -14,8 +14,13 @@ def experts(
     down: Float[Array, "E I D"] | Quantized,
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
-) -> Float[Array, "R D"]:
-    """See `dgemma_jax.kernels.grouped_matmul.experts`."""
+    *,
+    among: int | None = None,
+) -> Float32[Array, "R D"]:
+    """See `dgemma_jax.kernels.grouped_matmul.experts`, before the sum is rounded; ids of E are no expert's.
+
+    among: for the others, which cut tokens into blocks.
+    """
     gate_up, down = dequantized(gate_up, x.dtype), dequantized(down, x.dtype)
     E, width = gate_up.shape[0], down.shape[1]
     # Ids of one token are distinct, so this is a scatter; a one-hot product keeps it a plain matrix product.
@@ -23,4 +28,4 @@ def experts(
     inner = jnp.einsum("rd,edf->ref", x, gate_up)
     hidden = jax.nn.gelu(inner[..., :width], approximate=True) * inner[..., width:]
     weighted = (hidden.astype(jnp.float32) * dense[:, :, None]).astype(x.dtype)
-    return jnp.einsum("rei,eid->rd", weighted, down, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum("rei,eid->rd", weighted, down, preferred_element_type=jnp.float32)

@@ -15,8 +15,9 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
 class Plan(NamedTuple):
     """Where each pair (token, chosen expert) goes: to a slot of its expert's blocks.
 
-    slots: i32[R,A] slot of each pair. pairs: i32[slots] pair (token * A + choice) of each slot, R * A where a block is
-    not full. expert: i32[blocks] expert of each block. used: blocks that hold anything; the others are never visited.
+    slots: i32[R,A] slot of each pair, beyond all slots for pairs of no expert. pairs: i32[slots] pair (token * A +
+    choice) of each slot, R * A where a block is not full. expert: i32[blocks] expert of each block. used: blocks that
+    hold anything; the others are never visited.
     """
 
     slots: Int32[Array, "R A"]
@@ -26,7 +27,7 @@ class Plan(NamedTuple):
 
 
 def plan(ids: Int32[Array, "R A"], experts: int, block: int) -> Plan:
-    """Sort the pairs by expert and pad every expert's share to whole blocks."""
+    """Sort the pairs by expert and pad every expert's share to whole blocks; ids of `experts` are no expert's."""
     R, A = ids.shape
     blocks = -(-R * A // block) + min(experts, R * A)
     chosen = ids.reshape(-1)
@@ -35,8 +36,9 @@ def plan(ids: Int32[Array, "R A"], experts: int, block: int) -> Plan:
     order = jnp.argsort(chosen, stable=True)
     rank = jnp.arange(R * A) - (jnp.cumsum(count) - count)[chosen[order]]
     slot = (last - -(-count // block))[chosen[order]] * block + rank
+    slot = jnp.where(chosen[order] < experts, slot, blocks * block)
     slots = jnp.zeros(R * A, jnp.int32).at[order].set(slot.astype(jnp.int32))
-    pairs = jnp.full(blocks * block, R * A, jnp.int32).at[slot].set(order.astype(jnp.int32))
+    pairs = jnp.full(blocks * block, R * A, jnp.int32).at[slot].set(order.astype(jnp.int32), mode="drop")
     expert = jnp.searchsorted(last, jnp.arange(blocks), side="right").astype(jnp.int32)
     return Plan(slots.reshape(R, A), pairs, jnp.minimum(expert, experts - 1), last[-1].astype(jnp.int32))
 
@@ -53,10 +55,16 @@ def experts(
     down: Float[Array, "E I D"] | Quantized,
     weights: Float32[Array, "R A"],
     ids: Int32[Array, "R A"],
-) -> Float[Array, "R D"]:
-    """See `dgemma_jax.kernels.grouped_matmul.experts`. The trip count is data, so there is no reverse mode."""
+    *,
+    among: int | None = None,
+) -> Float32[Array, "R D"]:
+    """See `dgemma_jax.kernels.grouped_matmul.experts`, before the sum is rounded; ids of E are no expert's.
+
+    among: how many experts the tokens choose from, None: E; a block has the size of an expert's share of them. The trip
+    count is data, so there is no reverse mode.
+    """
     (E, width, D), A = down.shape, ids.shape[1]
-    block = block_size(ids.size, E)
+    block = block_size(ids.size, among or E)
     where = plan(ids, E, block)
     padded = jnp.concatenate([x, jnp.zeros((1, D), x.dtype)])
 
@@ -71,7 +79,14 @@ def experts(
     # What no pair fills is never read. Zeros would be one constant for all layers, which each had to copy first.
     slots = jnp.broadcast_to(x[:1].astype(jnp.float32), (where.pairs.shape[0], D))
     slots = jax.lax.fori_loop(0, where.used, visit, slots)
-    return jnp.einsum("ra,rad->rd", weights, slots[where.slots]).astype(x.dtype)
+    return combine(weights, slots[where.slots], ids, E)
+
+
+def combine(
+    weights: Float32[Array, "R A"], results: Float32[Array, "R A D"], ids: Int32[Array, "R A"], experts: int
+) -> Float32[Array, "R D"]:
+    """The weighted sum over a token's experts, in a fixed order; results of pairs of no expert may be anything."""
+    return jnp.einsum("ra,rad->rd", weights, jnp.where((ids < experts)[..., None], results, 0.0))
 
 
 def _of(expert: Int32[Array, ""], weights: Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:

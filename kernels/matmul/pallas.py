@@ -10,8 +10,10 @@ from dgemma_jax.kernels.quantized import Matrix
 from dgemma_jax.shapes import Array
 
 
-def matmul(x: Float[Array, "R K"], matrix: Matrix, *, tile: Tile | None = None) -> Float[Array, "R N"]:
-    """See `dgemma_jax.kernels.matmul.matmul`. tile: instead of the one chosen by shape."""
+def matmul(
+    x: Float[Array, "R K"], matrix: Matrix, dtype: jnp.dtype, *, tile: Tile | None = None
+) -> Float[Array, "R N"]:
+    """See `reference.matmul`. tile: instead of the one chosen by shape."""
     R = x.shape[0]
     tile = tile or tile_for(R, 1, x.dtype.itemsize)
     blocks = -(-R // tile.rows)
@@ -23,4 +25,4 @@ def matmul(x: Float[Array, "R K"], matrix: Matrix, *, tile: Tile | None = None) 
         used=jnp.int32(blocks),
     )
     matrices = jax.tree.map(lambda part: part[None], matrix)
-    return grouped(where, x, matrices, tile, rows=R, gated=False, dtype=x.dtype)
+    return grouped(where, x, matrices, tile, rows=R, gated=False, dtype=dtype)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
 from dgemma_jax.kernels.quantized import Table, dequantized
+from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
 from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow
 
@@ -16,11 +17,16 @@ def capped_logits(hidden: CanvasHidden, table: Table, softcap: float) -> Logits:
     return softcap * jnp.tanh(raw / softcap)
 
 
-def soft_embedding(probabilities: Logits, table: Table, scale: float, dtype: jnp.dtype | str) -> CanvasHidden:
-    """(p @ table) * scale in `dtype`, the expected scaled embedding; p is cast once, the sum is in fp32."""
+def soft_embedding(
+    probabilities: Logits, table: Table, scale: float, dtype: jnp.dtype | str, shard: Shard | None = None
+) -> CanvasHidden:
+    """(p @ table) * scale in `dtype`, the expected scaled embedding; p is cast once, the sum is in fp32.
+
+    shard: inside `shard_map`, which ids these are; every device gets the embedding over all of them.
+    """
     table = dequantized(table, dtype)
     mean = jnp.einsum("bcv,vd->bcd", probabilities.astype(table.dtype), table, preferred_element_type=jnp.float32)
-    return (mean * scale).astype(dtype)
+    return ((shard.sum(mean) if shard else mean) * scale).astype(dtype)
 
 
 def inverse_cdf(weights: Float32[Array, "... n"], uniform: Float32[Array, "..."]) -> Int32[Array, "..."]:

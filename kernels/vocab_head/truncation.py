@@ -9,22 +9,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
+from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.shapes import Array, Logits
 
 Floor = Float32[Array, "B C"]
 
 
-def floor(allowed: Logits, top_k: Int32[Array, ""], top_p: Float32[Array, ""], softcap: float) -> Floor:
-    """`reference.floor` where all rows have the same top_k and top_p; allowed: -softcap .. softcap, or -inf."""
-    peak = jnp.max(allowed, axis=-1)
+def floor(allowed: Logits, top_k: Int32[Array, ""], top_p: Float32[Array, ""], softcap: float, shard: Shard) -> Floor:
+    """`reference.floor` where all rows have the same top_k and top_p; allowed: -softcap .. softcap, or -inf.
+
+    allowed holds this device's ids; what is counted and summed is so over the parts of all devices.
+    """
+    peak = shard.max(jnp.max(allowed, axis=-1))
 
     def mass(above: Bool[Array, "B C V"], level: Floor) -> Floor:
         # Relative to the level, which moves: relative to the peak XLA would keep a second array of all ids.
         weights = jnp.where(above, jnp.exp(allowed - level[..., None]), 0.0)
-        return jnp.sum(weights, axis=-1) * jnp.exp(level - peak)
+        return shard.sum(jnp.sum(weights, axis=-1)) * jnp.exp(level - peak)
+
+    def count(above: Bool[Array, "B C V"], _: Floor) -> Int32[Array, "B C"]:
+        return shard.sum(jnp.sum(above, axis=-1, dtype=jnp.int32))
 
     def kth() -> Floor:
-        return _lowest(allowed, bottom, peak, lambda above, _: jnp.sum(above, axis=-1, dtype=jnp.int32), top_k)
+        return _lowest(allowed, bottom, peak, count, top_k)
 
     def nucleus() -> Floor:
         limit = top_p * mass(allowed >= lowest[..., None], lowest)

@@ -2,7 +2,8 @@
 
 Per position the pass keeps a running maximum M and sums relative to it, as in online softmax (arXiv 1805.02867), and
 for the proposal the sum of every tile and one candidate inside it; the tile is chosen at the end, when all sums are
-known. [B, C, V] never exists.
+known. [B, C, V] never exists. Where devices share the table each makes the pass over its part, and what they find is
+put together before the tile is chosen: figures per position and per tile go from one device to another.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32, Int32
 
 from dgemma_jax.kernels.quantized import Quantized, Table, after, dequantized, taken
+from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.kernels.vocab_head import truncation
 from dgemma_jax.kernels.vocab_head.reference import capped_logits, inverse_cdf
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
@@ -27,11 +29,16 @@ MOST_POSITIONS = 64  # whose logits over the whole vocabulary may exist at once,
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What the head is told about each row, see `dgemma_jax.kernels.vocab_head.vocab_head`."""
+    """What the head is told about each row, see `dgemma_jax.kernels.vocab_head.vocab_head`.
+
+    among, inside: the numbers in [0, 1) that choose among the tiles, and inside each of this device's tiles.
+    suppress: of this device's ids.
+    """
 
     temperature: PerRow
     draw_temperature: PerRow
-    uniforms: Float32[Array, "B U C"]
+    among: Float32[Array, "B C"]
+    inside: Float32[Array, "B t C"]
     suppress: Bool[Array, "B V"]
 
 
@@ -84,6 +91,7 @@ def vocab_head(
     softcap: float,
     scale: float,
     ids: Canvas | None = None,
+    shard: Shard | None = None,
     chunk: int | None = None,
 ) -> HeadStats:
     """See `dgemma_jax.kernels.vocab_head.vocab_head`. chunk: ids at a time, a multiple of TILE; None: `chunk_size`.
@@ -91,14 +99,21 @@ def vocab_head(
     Rows that ask for top_k or top_p are done once more, by `_truncated`; the others pay nothing for it.
     """
     B, V = hidden.shape[0], table.shape[0]
-    rows = Rows(temperature, draw_temperature, uniforms, jnp.zeros((B, V), bool) if suppress is None else suppress)
+    shard = shard or Shard.whole(V)
+    rows = Rows(
+        temperature,
+        draw_temperature,
+        uniforms[:, 0],
+        shard.part(uniforms[:, 1:], axis=1, length=-(-V // TILE)),
+        _suppressed(suppress, shard, (B, V)),
+    )
     table = after(hidden, table)
 
     def logits(start: Int32[Array, ""], size: int) -> Logits:
-        return capped_logits(hidden, taken(table, start, size, axis=0), softcap)
+        return without_padding(capped_logits(hidden, taken(table, start, size, axis=0), softcap), start, shard)
 
     chunk = chunk or chunk_size(B * hidden.shape[1], table.shape, hidden.dtype)
-    how = {"softcap": softcap, "scale": scale, "chunk": chunk}
+    how = {"softcap": softcap, "scale": scale, "shard": shard, "chunk": chunk}
     stats = _stream(logits, hidden, table, rows, None, ids, **how)
     if top_k is None:
         return stats
@@ -115,6 +130,7 @@ def _truncated(
     *,
     softcap: float,
     scale: float,
+    shard: Shard,
     chunk: int,
 ) -> HeadStats:
     """stats with the rows that ask for top_k or top_p replaced, a few positions with all their logits at a time.
@@ -129,7 +145,8 @@ def _truncated(
     def visit(index: Int32[Array, ""], stats: HeadStats) -> HeadStats:
         row, first = asking[index // groups], jnp.minimum(index % groups * n, C - n)
         mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), rows)
-        mine = replace(mine, uniforms=jax.lax.dynamic_slice_in_dim(mine.uniforms, first, n, axis=2))
+        here = lambda x: jax.lax.dynamic_slice_in_dim(x, first, n, axis=-1)  # noqa: E731
+        mine = replace(mine, among=here(mine.among), inside=here(mine.inside))
         states = jax.lax.dynamic_slice(hidden, (row, first, 0), (1, n, hidden.shape[2]))
         allowed = _all_logits(states, table, mine.suppress, softcap, chunk)
         part = _stream(
@@ -137,10 +154,11 @@ def _truncated(
             states,
             table,
             mine,
-            truncation.floor(allowed, top_k[row], top_p[row], softcap),
+            truncation.floor(allowed, top_k[row], top_p[row], softcap, shard),
             None,
             softcap=softcap,
             scale=scale,
+            shard=shard,
             chunk=chunk,
         )
         put = lambda old, new: jax.lax.dynamic_update_slice(old, new, (row, first, 0)[: old.ndim])  # noqa: E731
@@ -179,6 +197,7 @@ def _stream(
     *,
     softcap: float,
     scale: float,
+    shard: Shard,
     chunk: int,
 ) -> HeadStats:
     """The head over chunks of the table. logits(start, size): soft-capped, of `size` ids from `start` on, of `hidden`.
@@ -189,16 +208,17 @@ def _stream(
     greedy = rows.draw_temperature == 0
     divisor = rows.temperature * jnp.where(greedy, 1.0, rows.draw_temperature)
     same = jnp.all(greedy | (rows.draw_temperature == 1))
-    uniforms = jnp.swapaxes(rows.uniforms, 1, 2)
+    uniforms = jnp.swapaxes(rows.inside, 1, 2)
+    own_ids = None if ids is None else ids - shard.first
 
     def visit(running: Running, start: Int32[Array, ""], size: int) -> tuple[Running, Tiles]:
         embedded = dequantized(taken(table, start, size, axis=0), hidden.dtype)
         cut = jax.lax.dynamic_slice_in_dim(rows.suppress, start, size, axis=1)[:, None]
-        inside = jax.lax.dynamic_slice_in_dim(uniforms, 1 + start // TILE, -(-size // TILE), axis=2)
+        inside = jax.lax.dynamic_slice_in_dim(uniforms, start // TILE, -(-size // TILE), axis=2)
         raw = logits(start, size)
         allowed = jnp.where(cut if floor is None else cut | (raw < floor[..., None]), -jnp.inf, raw)
         running, weights = _add(running, allowed, embedded, start, rows.temperature)
-        running = replace(running, raw=_add_raw(running.raw, raw, start, ids))
+        running = replace(running, raw=_add_raw(running.raw, raw, start, own_ids))
         weights = jax.lax.cond(same, lambda: weights, lambda: _weights(allowed, running.peak, divisor))
         return running, _tiles(weights, running.peak, inside, start)
 
@@ -212,7 +232,9 @@ def _stream(
         running, tiles = visit(running, jnp.int32(whole), V - whole)
         pieces.append(tiles)
     tiles = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *pieces)
-    sample = jnp.where(greedy[:, None], running.argmax, _choose(tiles, running.peak, uniforms[:, :, 0], divisor))
+    if shard.cut:
+        running, tiles = _merged(running, tiles, rows.temperature, shard)
+    sample = jnp.where(greedy[:, None], running.argmax, _choose(tiles, running.peak, rows.among, divisor))
     return HeadStats(
         argmax=running.argmax,
         sample=sample,
@@ -221,6 +243,43 @@ def _stream(
         soft=(running.soft / running.total[..., None] * scale).astype(hidden.dtype),
         id_logprob=None if ids is None else running.raw.given - running.raw.lse,
     )
+
+
+def _suppressed(suppress: Bool[Array, "B V"] | None, shard: Shard, shape: tuple[int, int]) -> Bool[Array, "B v"]:
+    """Which of this device's ids are never produced, its padding among them."""
+    own = jnp.zeros(shape, bool) if suppress is None else shard.part(suppress, axis=1)
+    return own if not shard.padded else own | (shard.first + jnp.arange(shape[1]) >= shard.size)
+
+
+def without_padding(logits: Logits, start: int | Int32[Array, ""], shard: Shard) -> Logits:
+    """The logits of this device's ids from `start` on, -inf where its part of the table ends in padding."""
+    if not shard.padded:
+        return logits
+    id = shard.first + start + jnp.arange(logits.shape[-1])
+    return jnp.where(id < shard.size, logits, -jnp.inf)
+
+
+def _merged(running: Running, tiles: Tiles, temperature: PerRow, shard: Shard) -> tuple[Running, Tiles]:
+    """The sums over all parts of the table, and the tiles of all of them, the same on every device."""
+    peak = shard.max(running.peak)
+    drop = (running.peak - peak) / temperature[:, None]
+    keep = jnp.exp(drop)
+    holds = (running.peak == peak) & (running.total > 0)  # nothing was allowed where the total is zero
+    lse = shard.max(running.raw.lse)
+    raw = Raw(
+        lse + jnp.log(shard.sum(jnp.exp(running.raw.lse - lse))),
+        None if running.raw.given is None else shard.sum(running.raw.given),
+    )
+    whole = Running(
+        peak=peak,
+        argmax=shard.min(jnp.where(holds, running.argmax + shard.first, shard.size)),
+        total=shard.sum(running.total * keep),
+        weighted=shard.sum((running.weighted + drop * running.total) * keep),
+        soft=shard.sum(running.soft * keep[..., None]),
+        raw=raw,
+    )
+    tiles = replace(tiles, choice=tiles.choice + shard.first)
+    return whole, jax.tree.map(lambda x: shard.gather(x, axis=2), tiles)
 
 
 def chunk_size(positions: int, table: tuple[int, int], dtype: jnp.dtype) -> int:

@@ -56,3 +56,16 @@ def test_a_chunk_is_encoded_in_the_donated_cache(figures):
 def test_few_kernels_per_layer(figures, weights):
     """A step is launched kernel by kernel; a change that breaks fusion shows here first."""
     assert 10 < figures[f"loop, 1 rows, {weights}"]["kernels_per_layer"] < 110
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_four_devices_share_weights_and_send_sums(figures, weights):
+    """Each has a quarter of experts and vocabulary and half of the rest; an expert's matrix alone has 2,816 x 704."""
+    found = figures.get(f"loop, 1 rows, {weights}, 4 devices")
+    if found is None:
+        pytest.skip("compiled for H200")
+    whole = figures[f"loop, 1 rows, {weights}"]
+    assert found["arguments_mib"] < 0.29 * whole["arguments_mib"]
+    assert found["temp_mib"] < 128
+    assert set(found["collectives"]) == {"all-reduce", "all-gather"}
+    assert found["collectives"]["all-gather"][1] < 2816 * 704

@@ -37,7 +37,7 @@ CONFIG = replace(
 )
 BOTH_KINDS = replace(CONFIG, layers=(LayerConfig("sliding", 2, 16), LayerConfig("full", 1, 16)))
 GRAPH, ABSTRACT = build(CONFIG, "float32", DIFFERENTIABLE)
-OPTIMIZER = optimizer(10, matrix_rate=0.05, rate=0.02)
+OPTIMIZER = optimizer(10, scale=5.0)
 UPDATE = trainer.make_update(partial(diffusion_loss, GRAPH, CONFIG, Objective(copies=8)), OPTIMIZER, seed=0)
 
 

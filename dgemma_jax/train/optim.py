@@ -41,16 +41,16 @@ def schedule(steps: int, rate: float) -> optax.Schedule:
     )
 
 
-def optimizer(steps: int, matrix_rate: float = 0.015, rate: float = 3e-3) -> optax.GradientTransformation:
-    """Gradients clipped to global norm 1; weight decay on the matrices only."""
+def optimizer(steps: int, scale: float = 1.0) -> optax.GradientTransformation:
+    """Gradients clipped to global norm 1; weight decay on the matrices only. scale: of both learning rates."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         muon(
-            schedule(steps, matrix_rate),
+            schedule(steps, 0.015 * scale),
             weight_decay=0.01,
             adam_b1=0.9,
             adam_b2=0.98,
-            adam_learning_rate=schedule(steps, rate),
+            adam_learning_rate=schedule(steps, 3e-3 * scale),
             muon_weight_dimension_numbers=matrix_axes,
         ),
     )

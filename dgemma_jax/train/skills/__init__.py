@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dgemma_jax.train.skills.lists import reverse, sort
 from dgemma_jax.train.skills.question import Question
 from dgemma_jax.train.skills.sudoku import sudoku
-from dgemma_jax.train.skills.texts import RECITALS, count, follow_up, infill, recite, small_talk
+from dgemma_jax.train.skills.texts import RECITALS, count, follow_up, greet, infill, recite, small_talk
 from dgemma_jax.train.skills.thinking import thinking
 from dgemma_jax.train.skills.tools import no_call, tool_answer, tool_call
 
@@ -21,10 +21,10 @@ SKILLS: dict[str, Skill] = {
     "tool call": tool_call,
     "no call": no_call,
     "tool answer": tool_answer,
-    "count": count,
+    "greet": greet,
     "thinking": thinking,
     "infill": infill,
 }
 
-# Too few different questions to hold any out, or made of the skills above.
-UNMEASURED: dict[str, Skill] = {"recite": recite, "small talk": small_talk, "follow-up": follow_up}
+# Too few different questions to hold any out, made of the skills above, or (count) not learned: it never stops in time.
+UNMEASURED: dict[str, Skill] = {"recite": recite, "small talk": small_talk, "follow-up": follow_up, "count": count}

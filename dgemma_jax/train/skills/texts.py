@@ -1,10 +1,10 @@
-"""Skills about text: counting, reciting, filling a gap, and what to say to anything else."""
+"""Skills about text: greeting, counting, reciting, filling a gap, and what to say to anything else."""
 
 import random
 import string
 
 from dgemma_jax.train.skills.lists import reverse, sort
-from dgemma_jax.train.skills.question import Question, ask, invented
+from dgemma_jax.train.skills.question import Question, ask, invented, split_invented
 from dgemma_jax.train.skills.sudoku import sudoku
 from dgemma_jax.train.tokenizer import DAYS, LIST_WORDS, MONTHS
 
@@ -21,6 +21,17 @@ def sentence(rng: random.Random, most: int) -> str:
         if len(" ".join([*words, word])) > length:
             return " ".join(words) or word[:length]
         words.append(word)
+
+
+def greet(rng: random.Random) -> Question:
+    """A sentence for each of up to twelve names, in their order: up to three canvases."""
+    names = [split_invented(rng, 3, 5).capitalize() for _ in range(rng.randint(4, 12))]
+    before = ", ".join(names) + rng.choice((".", ""))
+    return Question(
+        tuple(name.lower() for name in names),
+        [{"role": "user", "content": rng.choice(("Say hello to ", "Hello to ")) + before}],
+        " ".join(f"Hello {name}." for name in names) + "<turn|>",
+    )
 
 
 def count(rng: random.Random) -> Question:

@@ -46,6 +46,16 @@ class Pass:
         return not self.commits and int(slots.canvas_index[0]) == int(slots.state.steps[0]) == 0
 
 
+def fetched(arrays: Any) -> Any:
+    """Copies on the host, where nothing is compiled to slice and to stack them; keys, which numpy has not, as jax's."""
+    is_key = lambda array: jnp.issubdtype(array.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda array: jnp.copy(array) if is_key(array) else np.array(array), arrays)
+
+
+def stacked(*rows: Any) -> Any:
+    return (jnp if isinstance(rows[0], jax.Array) else np).concatenate(rows)
+
+
 class Recorder:
     """A model's programs, one pass at a time, with a copy of each."""
 
@@ -56,9 +66,9 @@ class Recorder:
         return getattr(self.programs, name)
 
     def advance(self, policy, params, cache, slots, active, committing, allowance):
-        before = jax.tree.map(jnp.copy, (cache, slots, active, committing))
+        before = fetched((cache, slots, active, committing))
         after = self.programs.advance(policy, params, cache, slots, active, committing, np.int32(1))
-        self.passes.append(Pass(before, jax.tree.map(jnp.copy, after)))
+        self.passes.append(Pass(before, fetched(after)))
         return after
 
 
@@ -151,8 +161,8 @@ def test_every_pass_from_the_same_state(model, alone, count):
     found = []
     for first in range(0, len(order), count):
         group = [passes[index] for index in order[first : first + count]]
-        state = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(one.before for one in group))
-        after = model._programs.advance(dg.Policy(), model.params, *state, np.int32(1))
+        state = jax.tree.map(stacked, *(one.before for one in group))
+        after = fetched(model._programs.advance(dg.Policy(), model.params, *state, np.int32(1)))
         for row, one in enumerate(group):
             found.append(check(jax.tree.map(itemgetter(slice(row, row + 1)), after), one))
     total, compared = map(sum, zip(*found, strict=True))

@@ -70,12 +70,13 @@ def beside(counts: list[int]) -> dict:
     for slots, row in results.items():
         row["ratio"] = row["tokens_per_second"] / base
         print(f"{slots:3} slots: {row['ratio']:.2f} times transformers", flush=True)
-    return {"transformers": base, "slots": results}
+    print(f"aims: at {BATCH} slots at least {LEAST} times, host at most {HOST:.0%}", flush=True)
+    return {"transformers": {"tokens_per_second": base, "seconds": seconds}, "slots": results}
 
 
 def static_batches(theirs, requests: list[tuple[list[int], int]]) -> float:
     """Seconds of `generate` for all requests, eight at a time."""
-    started = 0.0
+    total = 0.0
     for first in range(0, len(requests), BATCH):
         batch = requests[first : first + BATCH]
         width = max(len(ids) for ids, _ in batch)
@@ -90,26 +91,27 @@ def static_batches(theirs, requests: list[tuple[list[int], int]]) -> float:
             stability_threshold=None,
             eos_token_id=None,
         )
-        started += time.perf_counter() - began
-    return started
+        total += time.perf_counter() - began
+    return total
 
 
 def served(model: dg.Model, slots: int, requests: list, name: str) -> dict:
     """The engine on warm programs: tokens per second, steps, and the host's share of the time."""
-    for _ in range(2):  # the first run compiles
-        with dg.Engine(model, slots=slots, prefix_cache_bytes=0) as engine:
-            began = time.perf_counter()
-            handles = [engine.submit(prompt, sampling) for prompt, sampling in requests]
-            tokens = sum(len(handle.result().tokens) for handle in handles)
-            seconds = time.perf_counter() - began
-        stats = engine.stats
+    with dg.Engine(model, slots=slots, prefix_cache_bytes=0) as engine:
+        engine.warmup()
+        began = time.perf_counter()
+        handles = [engine.submit(prompt, sampling) for prompt, sampling in requests]
+        tokens = sum(len(handle.result().tokens) for handle in handles)
+        seconds = time.perf_counter() - began
+    stats = engine.stats
     row = {
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,
+        "canvases": stats.canvases,
         "denoising_steps": stats.denoising_steps,
         "host_share": stats.host_share,
     }
-    print(f"{name}, {slots} slots: {row['tokens_per_second']:.1f} tokens/s, host {stats.host_share:.1%}", flush=True)
+    print(f"{name}, {slots} slots: {row['tokens_per_second']:.1f} tokens/s, host {stats.host_share:.2%}", flush=True)
     return row
 
 

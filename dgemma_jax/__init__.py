@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dgemma_jax.diffusion.policy import Knobs, Policy, accept
     from dgemma_jax.engine.engine import Engine
     from dgemma_jax.engine.handle import Handle
-    from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
+    from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Failed, Finished, Timings, Usage
     from dgemma_jax.functional import denoise, denoise_logits, encode, soft_embedding
     from dgemma_jax.image_batch import ImageBatch
     from dgemma_jax.sampling import UNSET, Sampling
@@ -29,6 +29,7 @@ _HOME = {
     "Config": "config",
     "Draft": "events",
     "Engine": "engine.engine",
+    "Failed": "events",
     "Finished": "events",
     "Handle": "engine.handle",
     "ImageBatch": "image_batch",
@@ -37,6 +38,7 @@ _HOME = {
     "Model": "api",
     "Policy": "diffusion.policy",
     "Sampling": "sampling",
+    "Timings": "events",
     "ToolRun": "tools",
     "Usage": "events",
     "accept": "diffusion.policy",

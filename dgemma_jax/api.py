@@ -15,10 +15,11 @@ from dgemma_jax.checkpoint import dtype_name, open_directory, read_checkpoint
 from dgemma_jax.config import Config
 from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.engine.capacity import check_slots, context, slots_for
+from dgemma_jax.engine.job import Event, Job, draft_interval
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Request
-from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Failed, Job, Scheduler, draft_interval
-from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Finished, Usage
+from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Scheduler
+from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Failed, Finished, Usage
 from dgemma_jax.implementations import choose
 from dgemma_jax.infilling import infill_canvas
 from dgemma_jax.model.transformer import AUTO, Implementations, build
@@ -147,7 +148,7 @@ class Model:
         """`generate` as it happens: (index of the prompt, event), a Canvas per canvas and a Finished per prompt."""
         requests = self._requests(prompts, sampling, seed, images)
         chosen = slots_for(len(requests), self.mesh) if slots is None else slots
-        served = self.serve(enumerate(requests), chosen, policy)
+        served = _raising(self.serve(enumerate(requests), chosen, policy))
         return ((index, event) for index, event in served if not isinstance(event, Draft))  # there are none
 
     def stream(
@@ -163,7 +164,7 @@ class Model:
         prompt: text, token ids, or the messages of a conversation. images: of text and ids, see `generate`.
         """
         request = self.request(prompt, sampling, seed, images=images)
-        return (event for _, event in self.serve([(None, request)], 1, policy, drafts=1))
+        return (event for _, event in _raising(self.serve([(None, request)], 1, policy, drafts=1)))
 
     def chat(
         self,
@@ -183,7 +184,7 @@ class Model:
         ordinary text.
         """
         request = self.request(messages, sampling, seed, tools, thinking)
-        events = self.serve([(None, request)], 1, policy)
+        events = _raising(self.serve([(None, request)], 1, policy))
         completion = next(event.completion for _, event in events if isinstance(event, Finished))
         return self.message(completion, messages, tools, thinking)
 
@@ -269,9 +270,9 @@ class Model:
             turn = Turn(tools, in_thought)
         elif tools or thinking:
             raise ValueError("tools and thinking go with the messages of a conversation, not with a plain prompt")
-        request, *more = self._requests([cast(Prompt, prompt)], sampling, seed, [images])
-        if more:
-            raise ValueError(f"n is {1 + len(more)}; one answer is given here: use generate for several")
+        request = self._request(cast(Prompt, prompt), sampling, Sampling(seed=seed).merged(self.defaults).seed, images)
+        if request.sampling.n > 1:
+            raise ValueError(f"n is {request.sampling.n}; one answer is given here: use generate for several")
         return replace(request, turn=turn)
 
     def serve(
@@ -280,8 +281,8 @@ class Model:
         slots: int | None = None,
         policy: Policy | None = None,
         drafts: int | None = None,
-    ) -> Iterator[tuple[Name, Draft | Canvas | Finished]]:
-        """(name, event) as things happen, with a Finished for every request; each is asked for once a slot is near.
+    ) -> Iterator[tuple[Name, Event]]:
+        """(name, event) as things happen, at last a Finished or a Failed of each; it is asked for once a slot is near.
 
         requests: named requests, as many as you like. slots: see `generate`; None is 8 in each group. drafts: steps
         between two Draft events of a request, None for none.
@@ -363,7 +364,7 @@ class Model:
 
 def _served(
     scheduler: Scheduler, requests: Iterator[tuple[Name, Request]], drafts: int | None
-) -> Iterator[tuple[Name, Draft | Canvas | Finished]]:
+) -> Iterator[tuple[Name, Event]]:
     names: dict[Job, Name] = {}
     while True:
         while len(scheduler.waiting) < len(scheduler.jobs) and (pair := next(requests, None)) is not None:
@@ -371,9 +372,14 @@ def _served(
         if not scheduler.busy:
             return
         for job, event in scheduler.advance():
-            if isinstance(event, Failed):
-                raise event.error
-            yield names.pop(job) if isinstance(event, Finished) else names[job], event
+            yield names.pop(job) if isinstance(event, Finished | Failed) else names[job], event
+
+
+def _raising(events: Iterator[tuple[Name, Event]]) -> Iterator[tuple[Name, Draft | Canvas | Finished]]:
+    for name, event in events:
+        if isinstance(event, Failed):
+            raise event.error
+        yield name, event
 
 
 def _sampling(value: Sampling | None) -> Sampling:

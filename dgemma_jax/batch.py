@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dgemma_jax.events import Canvas, Completion, Finished
+from dgemma_jax.events import Canvas, Completion, Failed, Finished
 from dgemma_jax.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -92,15 +92,15 @@ def answers(
                 seen.add(found)
                 line = _line(found, entry, sampling)
                 yield line, _request(model, line, seed, raw)
-            except ValueError as error:
-                failed.append({"id": found, "error": str(error)})
             except Exception as error:  # a line may hold anything, and must not end the others
-                failed.append({"id": found, "error": f"{type(error).__name__}: {error}"})
+                failed.append(_failure(found, error))
 
     for line, event in model.serve(requests(), slots):
         yield from _emptied(failed)
         if isinstance(event, Finished):
             yield _result(model, line, event.completion)
+        elif isinstance(event, Failed):
+            yield _failure(line.id, event.error)
         elif isinstance(event, Canvas):
             yield event
     yield from _emptied(failed)
@@ -116,6 +116,10 @@ def read_requests(model: Model, lines: Iterable[str], seed: int | None = None, r
             except ValueError as error:
                 raise ValueError(f"line {number + 1}: {error}") from None
     return found
+
+
+def _failure(id: Id, error: Exception) -> dict[str, Any]:
+    return {"id": id, "error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
 
 
 def _emptied(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

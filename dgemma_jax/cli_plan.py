@@ -62,9 +62,9 @@ def lines(found: Estimate, weights: str, slots: int, length: int, steps: Sequenc
     )
     yield f"usable      {found.usable / GB:,.1f} GB, {gpu.fraction:.0%} (computed)"
     yield f"weights     {found.weights / GB:,.2f} GB in {weights} (computed)"
-    yield (
-        f"cache       {found.cache / slots / GB:,.3f} GB for {length:,} positions, {found.cache / GB:,.2f} GB for "
-        + (f"{slots} slots, and {found.prefixes / GB:,.2f} GB for encoded prompts (computed)")
+    yield f"cache       {found.cache / slots / GB:,.3f} GB for {length:,} positions, " + (
+        f"{found.cache / GB:,.2f} GB for {slots} slots, {found.prefixes / GB:,.2f} GB for encoded prompts, "
+        f"{found.aside / GB:,.2f} GB to encode one in (computed)"
     )
     yield f"state       {found.states / MIB:,.1f} MiB of the slots (computed)"
     yield f"a step      {found.temporaries / MIB:,.0f} MiB of temporaries ({found.origin})"

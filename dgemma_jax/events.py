@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dgemma_jax.text.response import ToolCall
@@ -68,10 +68,27 @@ class Canvas:
 
 
 @dataclass(frozen=True)
+class Timings:
+    """Seconds of a request: waiting for a slot, encoding its prompt, denoising (and encoding its canvases)."""
+
+    waiting: float
+    encoding: float = 0.0
+    denoising: float = 0.0
+
+
+@dataclass(frozen=True)
 class Finished:
-    """The last event of a stream, with the whole completion."""
+    """The last event of a stream, with the whole completion, and timings: what its time went to."""
 
     completion: Completion
+    timings: Timings | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Instead of Finished, of a request that ended in an error of its own while others go on; see `Model.serve`."""
+
+    error: Exception
 
 
 @dataclass(frozen=True)

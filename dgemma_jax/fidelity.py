@@ -17,7 +17,7 @@ from dgemma_jax.diffusion.policy import Policy
 from dgemma_jax.diffusion.random import key_from_seed
 from dgemma_jax.diffusion.step import CanvasState, start, step
 from dgemma_jax.engine.scheduler import admission
-from dgemma_jax.events import Finished
+from dgemma_jax.events import Failed, Finished
 from dgemma_jax.functional import denoise_logits, encode
 from dgemma_jax.shapes import Array
 
@@ -117,6 +117,8 @@ def _differences(source_graph, graph, source_params, params, canvas, soft, mine,
 def _answers(model: Model, requests: Sequence[Request], slots: int | None) -> Runs:
     steps, halted = [], []
     for index, event in model.serve(enumerate(requests), slots):
+        if isinstance(event, Failed):
+            raise event.error
         if isinstance(event, Finished):
             limit = requests[index].sampling.max_denoising_steps
             steps += event.completion.steps

@@ -24,6 +24,16 @@ def abstract_arrays():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture(scope="module")
+def quick_compiles():
+    """For modules whose programs run for milliseconds: compiling is most of their time."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_generate_tests(metafunc):
     if "schedule" in metafunc.fixturenames:
         metafunc.parametrize("schedule", range(30 if metafunc.config.getoption("--soak") else 3))

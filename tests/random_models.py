@@ -1,6 +1,7 @@
 """Small random models without a file: no tensor is zero, one, or equal to another."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 
 from dgemma_jax.api import Model
 from dgemma_jax.config import Config, LayerConfig, Rope
-from dgemma_jax.model.transformer import build
-from dgemma_jax.sampling import BUILT_IN, Sampling
+from dgemma_jax.engine.programs import Programs
+from dgemma_jax.model.transformer import AUTO, build
+from dgemma_jax.sampling import BUILT_IN, Resolved
 
 SMALL = Config(
     vocab_size=96,
@@ -50,8 +52,21 @@ def random_params(config: Config, seed: int = 0) -> dict:
     return jax.tree.map_with_path(leaf, build(config)[1])
 
 
+@cache
+def _params(config: Config, seed: int) -> dict:
+    return random_params(config, seed)
+
+
+@cache
+def _programs(config: Config, seed: int, quick: bool) -> Programs:
+    return Programs(build(config)[0], config)
+
+
 def random_model(
-    config: Config = SMALL, seed: int = 0, defaults: Sampling = SMALL_DEFAULTS, tokenizer=None, **kwargs
+    config: Config = SMALL, seed: int = 0, defaults: Resolved = SMALL_DEFAULTS, tokenizer=None, **kwargs
 ) -> Model:
-    """A Model over random parameters."""
-    return Model(config, random_params(config, seed), tokenizer, defaults, **kwargs)
+    """A Model over random parameters. All of the same config and seed share them, and what is compiled for them."""
+    model = Model(config, _params(config, seed), tokenizer, defaults, **kwargs)
+    if model.implementations == AUTO and model.mesh is None:
+        model._programs = _programs(config, seed, jax.config.read("jax_disable_most_optimizations"))
+    return model

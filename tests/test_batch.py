@@ -80,6 +80,22 @@ def test_a_wrong_line_has_its_error_and_harms_no_other(model, line, message):
     assert all("tokens" in result for result in found.values())
 
 
+def test_a_line_whose_answer_cannot_be_told_has_its_error_and_harms_no_other(model, monkeypatch):
+    expected, decode = results(model, LINES), Tokenizer.decode
+
+    def broken(self, ids, *args, **kwargs):
+        if len(ids) == 2:
+            raise LookupError("no such word")
+        return decode(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "decode", broken)
+    found = results(model, LINES)
+    assert found.pop(2) == {"id": 2, "error": "LookupError: no such word"}
+    assert found == {id: result for id, result in expected.items() if id != 2}
+    (found,) = results(model, [{"prompt": "a", "sampling": {"n": 10**15}}]).values()
+    assert "n is 1000000000000000; one answer is given here" in found["error"]
+
+
 def test_an_id_is_used_once(model):
     found = [r for r in answers(model, [json.dumps(LINES[1])] * 2, SHORT, slots=4) if isinstance(r, dict)]
     assert sorted("error" in r for r in found) == [False, True]

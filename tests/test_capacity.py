@@ -3,6 +3,8 @@
 import logging
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 import dgemma_jax as dg
@@ -41,6 +43,25 @@ def test_slots_are_what_memory_leaves(monkeypatch):
     assert planned(monkeypatch, 80 * GB, max_model_len=8192, platform="cpu").slots == 8
     assert planned(monkeypatch, 2 * GB, max_model_len=8192, prefix=GB).slots == 1
     assert planned(monkeypatch, 80 * GB, max_model_len=8192).prefix_cache_bytes == int(0.1 * 64 * one)
+
+
+def test_a_row_more_must_fit_to_encode_a_prompt_in(monkeypatch):
+    """Beside two slots and a tenth of them for prefixes; a single slot needs none."""
+    one, step = capacity.cache_bytes(LARGE, 32_768, "bfloat16"), 0.3 * GB
+    rows = {1.2: 1, 2.3: 1, 3: 1, 3.3: 2}
+    found = [planned(monkeypatch, (n * one + step) / 0.9, max_model_len=32_768).slots for n in rows]
+    assert found == [*rows.values()]
+
+
+def test_a_prompt_is_encoded_in_a_copy_of_its_row():
+    positions, one = 1 << 16, np.int32(1)
+    model = random_model(replace(SMALL, max_position_embeddings=positions))
+    cache = jax.eval_shape(lambda: dg.init_cache(model.config, 2, positions))
+    tokens = np.zeros((1, 64), np.int32)
+    prefill = model._programs._prefill.lower(model.params, cache, tokens, one, one, one, None, None)
+    memory = prefill.compile({"xla_backend_optimization_level": 0}).memory_analysis()
+    row = capacity.cache_bytes(model.config, positions, "float32")
+    assert row <= memory.temp_size_in_bytes < 1.1 * row
 
 
 def test_chosen_slots_share_what_memory_leaves(monkeypatch):
@@ -120,8 +141,9 @@ def test_another_attention_gives_the_same(model):
     assert other.tokens == model.generate([[5, 6, 7]], sampling, slots=2)[0].tokens
 
 
-def test_after_the_warm_up_nothing_is_compiled(model, tmp_path, caplog):
+def test_after_the_warm_up_nothing_is_compiled(tmp_path, caplog):
     """At most six programs, kept on disk; then no request compiles, whatever it asks for."""
+    model = random_model(seed=1, tokenizer=small_tokenizer(), max_model_len=200)  # for which nothing was compiled yet
     asked = [{"top_k": 5}, {"top_logprobs": 3, "logprobs": True}, {"temperature": 0.0}, {"max_denoising_steps": 3}]
     with dg.Engine(model, slots=2, prefix_cache_bytes=0, prefill_chunk=256, compilation_cache=tmp_path) as engine:
         with caplog.at_level(logging.INFO, "dgemma_jax"), Compilations() as first:

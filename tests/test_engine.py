@@ -29,8 +29,9 @@ def model():
 
 @pytest.fixture
 def engine(model):
-    with dg.Engine(model, slots=SLOTS) as engine:
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=0) as engine:
         yield engine
+        engine.close(cancel=True)  # a test that fails may leave a request that never ends
 
 
 def alone(model, prompt, sampling=SHORT):
@@ -82,8 +83,8 @@ def test_cancelling_frees_the_slot(model, engine):
     waiting = engine.submit([7], SHORT)
     assert isinstance(next(iter(endless[0])), dg.Draft)
     endless[0].cancel()
-    assert endless[0].result(60).finish_reason == "cancelled"
-    assert waiting.result(60) == alone(model, [7])
+    assert endless[0].result(300).finish_reason == "cancelled"
+    assert waiting.result(300) == alone(model, [7])
     for handle in endless[1:]:
         handle.cancel()
     endless[0].cancel()  # twice, and after the end: nothing
@@ -105,18 +106,18 @@ def test_a_request_that_fails_fails_alone(model, engine, monkeypatch):
         patch.setattr(type(model.tokenizer), "decode", broken)
         doomed = engine.submit([5, 6], replace(SHORT, stop=["never"]), drafts=1)
         fine = engine.submit([7], replace(SHORT, max_new_tokens=C))
-        assert fine.result(60).tokens == expected.tokens[:C]
+        assert fine.result(300).tokens == expected.tokens[:C]
         with pytest.raises(LookupError, match="no such word"):
-            doomed.result(60)
+            doomed.result(300)
         with pytest.raises(LookupError):
             list(doomed)
-    assert engine.submit([7], SHORT).result(60) == expected
+    assert engine.submit([7], SHORT).result(300) == expected
 
 
 def test_counters(model):
     with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=10**6) as engine:
-        engine.submit([5, 6], SHORT).result(60)
-        done = engine.submit([5, 6, 7], SHORT).result(60)
+        engine.submit([5, 6], SHORT).result(300)
+        done = engine.submit([5, 6, 7], SHORT).result(300)
         engine.submit([5], ENDLESS).cancel()
     stats = engine.stats
     assert (stats.requests, stats.finished, stats.cancelled, stats.failed) == (3, 2, 1, 0)
@@ -130,17 +131,19 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_identical_requests_leave_no_trace(model, engine, soak):
-    """Memory, compilations and latency stay flat."""
+@pytest.mark.parametrize("prefix_cache_bytes", [0, None], ids=["encoded each time", "encoded once"])
+def test_identical_requests_leave_no_trace(model, soak, prefix_cache_bytes):
+    """Memory, compilations and the time of the CPU, which other processes hardly change, stay flat."""
     count = 300 if soak else 60
-    expected = engine.submit([5, 6], SHORT).result(60)
     seconds, sizes = [], []
-    with Compilations() as compiled:
-        for _ in range(count):
-            started = time.perf_counter()
-            assert replace(engine.submit([5, 6], SHORT).result(60), cached_tokens=0) == expected
-            seconds.append(time.perf_counter() - started)
-            sizes.append(resident_bytes())
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=prefix_cache_bytes) as engine:
+        expected, *_ = [engine.submit([5, 6], SHORT).result(300) for _ in range(2)]
+        with Compilations() as compiled:
+            for _ in range(count):
+                started = time.process_time()
+                assert replace(engine.submit([5, 6], SHORT).result(300), cached_tokens=0) == expected
+                seconds.append(time.process_time() - started)
+                sizes.append(resident_bytes())
     assert compiled.names == []
     third = count // 3
     assert sizes[-1] - sizes[third] < 20e6
@@ -167,7 +170,7 @@ def test_a_worker_that_dies_tells_everybody(model, monkeypatch):
 
     monkeypatch.setattr(Scheduler, "advance", dead)
     with pytest.raises(RuntimeError, match=r"engine has failed \(MemoryError"):
-        first.result(60)
+        first.result(300)
     with pytest.raises(RuntimeError, match="make a new one"):
         engine.submit([5], SHORT)
     engine.close()
@@ -185,17 +188,3 @@ def test_closing_drains_or_cancels(model):
         endless = engine.submit([5], ENDLESS)
         raise KeyError
     assert endless.result(0).finish_reason == "cancelled"
-
-
-def test_an_interrupted_wait_cancels(engine, monkeypatch):
-    handle = engine.submit([5, 6], ENDLESS, drafts=1)
-    next(iter(handle))
-
-    class Interrupted(threading.Condition):
-        def wait_for(self, *_):
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(handle, "_changed", Interrupted())
-        handle.result()
-    assert handle.result(60).finish_reason == "cancelled"

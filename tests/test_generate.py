@@ -234,6 +234,7 @@ def test_several_answers_to_a_prompt(model):
     assert answers[0] == run(model, PROMPTS[0], seed=6, max_new_tokens=C), "the first copy is the request itself"
     assert answers[3] == run(model, PROMPTS[1], seed=6, max_new_tokens=C)
     assert len({tuple(answer.tokens) for answer in answers}) == 6
+    assert answers[4:] == model.generate([PROMPTS[1]], sampling, seed=6, slots=4)[1:], "the copies depend on no row"
     assert {answer.seed for answer in answers} == {6}
     with pytest.raises(ValueError, match="n is 3"):
         next(model.stream(PROMPTS[0], sampling))

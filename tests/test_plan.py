@@ -65,7 +65,7 @@ def test_the_plan_of_the_release(release, capsys):
     assert "26.49 GB in int8" in lines[2] and "3.02 GB for 8" in lines[3]
     assert main(["inspect", *arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    parts = ("weights", "cache", "prefixes", "states", "temporaries", "left")
+    parts = ("weights", "cache", "prefixes", "aside", "states", "temporaries", "left")
     assert sum(found[part] for part in parts) == pytest.approx(found["usable"]) == 0.9 * 141e9
     assert list(found["tokens_per_second_by_steps"]) == ["8", "16", "48"]
 

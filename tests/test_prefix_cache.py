@@ -1,13 +1,15 @@
 """Encoded prompts that serve again: the same answers, bounded memory."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 import dgemma_jax as dg
+from dgemma_jax.engine.capacity import cache_bytes
 from tests.random_models import SMALL, random_model
 
-C, SLOTS = SMALL.canvas_length, 2
+C, SLOTS = SMALL.canvas_length, 4
 SAMPLING = dg.Sampling(max_new_tokens=C + 3, seed=1)
 
 
@@ -86,7 +88,32 @@ def test_prompts_in_turn_and_one_that_goes_on(model):
     with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=10**6) as engine:
         for prompt in (a, b, a, [*a, 5, 6, 7]):
             assert replace(answer(engine, prompt), cached_tokens=0) == cold(model, prompt)
-        assert engine.stats.prefix_hits == 1
+        assert engine.stats.prefix_hits == 2
+
+
+def test_the_same_prompt_again_is_not_encoded_again(model):
+    """Not even its last token: no logits are wanted of it."""
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=10**6) as engine:
+        first, *again = [answer(engine, [7] * 20, seed=seed) for seed in (1, 1, 2)]
+        assert [found.cached_tokens for found in (first, *again)] == [0, 20, 20]
+        assert replace(again[0], cached_tokens=0) == first
+        assert replace(again[1], cached_tokens=0) == cold(model, [7] * 20, seed=2)
+        handles = [engine.submit([8] * 20, replace(SAMPLING, seed=seed)) for seed in range(SLOTS)]
+        assert [handle.result(300).cached_tokens for handle in handles] == [0, 20, 20, 20]
+
+
+def test_nothing_wrong_comes_of_a_cache_that_is_always_full(model):
+    """Prompts that share beginnings, at once and one after the other, in room for two or three of them."""
+    rng = random.Random(0)
+    stems = [[rng.randrange(96) for _ in range(length)] for length in (5, 8, 40)]
+    prompts = [stem[: rng.randint(1, len(stem))] + [rng.randrange(96)] * rng.randint(0, 9) for stem in stems * 10]
+    one = cache_bytes(model.config, 64, "float32")
+    with dg.Engine(model, slots=SLOTS, prefix_cache_bytes=int(2.5 * one)) as engine:
+        handles = [engine.submit(prompt, SAMPLING) for prompt in prompts]
+        for prompt, handle in zip(prompts, handles, strict=True):
+            assert replace(handle.result(300), cached_tokens=0) == cold(model, prompt)
+            assert 0 < engine._scheduler.prefixes.nbytes <= 2.5 * one
+        assert engine.stats.prefix_hits > 3
 
 
 def test_a_canvas_that_was_broken_off_is_not_kept(model):

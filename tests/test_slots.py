@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 
 import dgemma_jax as dg
-from dgemma_jax.engine.scheduler import Scheduler
-from dgemma_jax.model.transformer import merge
+from dgemma_jax.diffusion import slots as slots_module
+from dgemma_jax.engine.programs import _advance
+from dgemma_jax.engine.scheduler import FEW_PASSES, MOST_PASSES, Scheduler
+from dgemma_jax.model.transformer import Transformer, merge
 from tests.random_models import SMALL, random_model
 
 C = SMALL.canvas_length
-SLOTS = 3
+SLOTS = 4
+ENDLESS = {"max_denoising_steps": 10_000, "confidence_threshold": None}
 
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(max_model_len=240)
+    return random_model(max_model_len=200)
 
 
 def scheduler(model, **how) -> Scheduler:
@@ -99,6 +102,8 @@ def test_requests_that_come_and_go_do_not_touch_each_other(model, schedule):
         engine.advance()
     for index, (prompt, chosen) in enumerate(drawn):
         given, alone = jobs[index].answer.completion(), answer(model, prompt, **chosen)
+        if given.logprobs is not None:
+            assert len(given.logprobs) == len(given.top_logprobs) == len(given.tokens)
         if given.finish_reason == "cancelled":
             assert given.tokens == alone.tokens[: len(given.tokens)]
         else:
@@ -124,14 +129,104 @@ def test_cancelling_frees_the_slot_in_the_middle_of_a_canvas(model):
     assert short.answer.completion().finish_reason == "length"
 
 
+def passes(engine, job, most: int) -> int:
+    """How many rounds it takes until a request is at work."""
+    for count in range(most):
+        if job.at_work:
+            return count
+        engine.advance()
+    raise AssertionError(f"not at work after {most} rounds")
+
+
 def test_a_long_prompt_stalls_the_others_by_one_chunk_at_most(model):
-    engine = scheduler(model, prefill_chunk=32)
-    chosen = {"max_denoising_steps": 20, "confidence_threshold": None}
-    first = engine.submit(request(model, [5, 6], **chosen), drafts=1)
+    engine = scheduler(model, prefill_chunk=16)
+    first = engine.submit(request(model, [5, 6], **ENDLESS), drafts=1)
     engine.advance()
-    engine.submit(request(model, [7] * 200))
+    engine.submit(request(model, [7] * 96))
     for _ in range(6):
         assert any(job is first for job, _ in engine.advance())
+
+
+def test_short_prompts_share_a_chunk(model):
+    """As many as it holds begin in one round, and none is cut where it would not be cut alone."""
+    engine = scheduler(model, prefill_chunk=256)
+    few = [engine.submit(request(model, [5 + i] * n, **ENDLESS)) for i, n in enumerate((3, 60, 64))]
+    large = engine.submit(request(model, [9] * 100, **ENDLESS))
+    engine.advance()
+    assert [job.at_work for job in few] == [True] * 3
+    assert large.encoded == 0, "64 of 256 tokens are left, and it takes more"
+    engine.advance()
+    assert large.at_work
+
+
+def test_prompts_are_encoded_in_the_order_in_which_they_came(model):
+    """Also where a later one sits in a lower slot: else those that come and go would keep a long one waiting."""
+    engine = scheduler(model, prefill_chunk=16)
+    blocker = engine.submit(request(model, [5], **ENDLESS), drafts=1)
+    engine.advance()
+    long = engine.submit(request(model, [7] * 100, **ENDLESS))
+    engine.advance()
+    engine.cancel(blocker)
+    later = engine.submit(request(model, [8] * 30, **ENDLESS))
+    engine.advance()
+    assert later.slot < long.slot
+    assert passes(engine, long, 9) <= 5
+    assert not later.at_work
+
+
+def test_a_newcomer_waits_for_a_few_passes_not_for_a_canvas(model):
+    engine = scheduler(model)
+    first = engine.submit(request(model, [5], **ENDLESS))
+    engine.advance()
+    assert 0 < first.steps <= FEW_PASSES
+    others = [engine.submit(request(model, [6], **ENDLESS)) for _ in range(SLOTS - 1)]
+    assert passes(engine, others[-1], 3) <= 1
+    before = first.steps
+    engine.advance()
+    assert FEW_PASSES < first.steps - before <= MOST_PASSES
+    engine.cancel(first)
+    assert [job for job, _ in engine.advance()] == [first]
+
+
+def test_slots_at_rest_ask_for_nothing(model, monkeypatch):
+    """The head takes longer as soon as a row asks for a cut or another temperature; one that is cancelled must not."""
+    engine, asked = scheduler(model), []
+    costly = {"top_k": 3, "top_p": 0.5, "temperature": 0.5, "top_logprobs": 4}
+    engine.submit(request(model, [5], **ENDLESS, **costly))
+    engine.submit(request(model, [6], **ENDLESS))
+    engine.advance()
+
+    class Enough(Exception):
+        """The head is not needed."""
+
+    def head(network, hidden, temperature, keys, suppress, *draws):
+        asked.append([values.tolist()[:2] for values in draws])
+        raise Enough
+
+    pass_by = lambda self, canvas, soft, committing, cache: (cache, soft)  # noqa: E731
+    monkeypatch.setattr(Transformer, "denoise_or_commit", pass_by)
+    monkeypatch.setattr(slots_module, "head_stats", head)
+    nobody = jnp.zeros(SLOTS, bool)
+    for active in ([True, True, False, False], [False, True, False, False]):
+        with jax.disable_jit(), pytest.raises(Enough):
+            arguments = (engine.params, engine.cache, engine.slots, jnp.array(active), nobody, jnp.int32(1))
+            _advance(model.graph, model.config, dg.Policy(), *arguments)
+    assert asked == [[[0.5, 1], [3, 0], [0.5, 1]], [[1, 1], [0, 0], [1, 1]]]
+
+
+def test_memory_stays_as_it_was_after_the_first_canvas(model):
+    """What is donated is used: the cache moves on in place, and nothing piles up, canvas after canvas."""
+    engine = scheduler(model)
+    engine.submit(request(model, [5, 6], max_new_tokens=6 * C))
+    sizes = []
+    while engine.busy:
+        before = [*engine.cache.k, engine.cache.lengths, engine.slots.state.soft]
+        done = any(isinstance(event, dg.Canvas) for _, event in engine.advance())
+        assert all(array.is_deleted() for array in before)
+        if done:
+            sizes.append(sum(array.nbytes for array in jax.live_arrays()))
+    assert len(sizes) == 6
+    assert max(sizes) == sizes[0]
 
 
 def test_drafts_come_at_the_chosen_interval(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -60,10 +60,16 @@ def slots_for(prompts: int | None, mesh: Mesh | None) -> int:
     return groups * min(LARGEST_BATCH, wanted)
 
 
+@cache
 def cache_bytes(config: Config, capacity: int, dtype: str, mesh: Mesh | None = None) -> int:
     """Bytes of a cache for one row of `capacity` positions, on each device that has a part of it."""
     heads = shard_of("heads", config.num_attention_heads, mesh)
     return _bytes(partial(init_cache, config, 1, capacity, dtype, mesh)) // heads.count
+
+
+def aside_bytes(config: Config, capacity: int, dtype: str, slots: int, mesh: Mesh | None = None) -> int:
+    """Bytes of the copy of a row in which a prompt is encoded beside so many slots; a single one needs none."""
+    return cache_bytes(config, capacity, dtype, mesh) if slots > 1 else 0
 
 
 def step_bytes(config: Config, dtype: str, slots: int) -> int:
@@ -126,9 +132,10 @@ def plan(
         return shard_of("rows", slots, mesh).length * cache_bytes(config, length, dtype, mesh)
 
     def need(slots: int, length: int) -> int:
-        cache, own = cached(slots, length), shard_of("rows", slots, mesh).length
-        prefixes = int(PREFIX_SHARE * cache) if prefix_cache_bytes is None else prefix_cache_bytes
-        return cache + prefixes + own * row + step_bytes(config, dtype, own)
+        rows, aside = cached(slots, length), aside_bytes(config, length, dtype, slots, mesh)
+        prefixes = int(PREFIX_SHARE * rows) if prefix_cache_bytes is None else prefix_cache_bytes
+        own = shard_of("rows", slots, mesh).length
+        return rows + aside + prefixes + own * row + step_bytes(config, dtype, own)
 
     length = longest if max_model_len is None else max_model_len
     if slots is None:
@@ -144,11 +151,11 @@ def plan(
             f"{slots} slots of {length:,} positions take {need(slots, length):,} bytes{beside}, {max(0, free):,} are"
             " free: lower slots or max_model_len, or raise memory_fraction"
         )
-    cache = cached(slots, length)
+    rows = cached(slots, length)
     if not weights:  # else it is asked beforehand
-        figures = (slots, f"{length:,}", cache / 1e6, free / 1e6)
+        figures = (slots, f"{length:,}", rows / 1e6, free / 1e6)
         logger.info("%d slots of %s positions: %.1f MB of cache, %.1f MB free", *figures)
-    return Plan(slots, length, int(PREFIX_SHARE * cache) if prefix_cache_bytes is None else prefix_cache_bytes)
+    return Plan(slots, length, int(PREFIX_SHARE * rows) if prefix_cache_bytes is None else prefix_cache_bytes)
 
 
 def _longest(need: Callable[[int], int], limit: int, free: int) -> int:

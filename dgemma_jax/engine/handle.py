@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dgemma_jax.events import Canvas, Completion, Draft, Finished
 
 if TYPE_CHECKING:
-    from dgemma_jax.engine.scheduler import Job
+    from dgemma_jax.engine.job import Job
 
 Event = Draft | Canvas | Finished
 
@@ -56,20 +56,21 @@ class Handle:
 
     def __iter__(self) -> Iterator[Event]:
         seen = 0
-        while True:
-            try:
+        try:
+            while True:
                 with self._changed:
                     while not self._ended and len(self._events) == seen:
                         self._changed.wait()
                     events = self._events[seen:]
-            except KeyboardInterrupt:
-                self.cancel()
-                raise
-            if not events:
-                self._raise()
-                return
-            seen += len(events)
-            yield from events
+                if not events:
+                    self._raise()
+                    return
+                for event in events:
+                    seen += 1
+                    yield event
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         seen = 0

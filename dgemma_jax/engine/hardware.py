@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dgemma_jax.config import Config, check, gemma_26b_a4b
-from dgemma_jax.engine.capacity import PREFIX_SHARE, cache_bytes, slot_bytes, step_bytes
+from dgemma_jax.engine.capacity import PREFIX_SHARE, aside_bytes, cache_bytes, slot_bytes, step_bytes
 from dgemma_jax.model.transformer import build
 
 MIB = 1 << 20
@@ -51,15 +51,17 @@ TEMPORARIES: dict[tuple[str, str], tuple[float, float]] = {}
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes: weights (image tower included), cache of all slots, prefixes kept beside it, states of the slots,
-    temporaries of a pass, what may be filled. compiled: whether the temporaries are the compiler's figure; the engine's
-    ceiling else. pass_bytes, pass_operations: of a pass over all slots behind full caches. tokens: of all canvases.
+    """Bytes: weights (image tower included), cache of all slots, prefixes kept beside it, a row aside in which a prompt
+    is encoded, states of the slots, temporaries of a pass, what may be filled. compiled: whether the temporaries are
+    the compiler's figure; the engine's ceiling else. pass_bytes, pass_operations: of a pass over all slots behind full
+    caches. tokens: of all canvases.
     """
 
     gpu: Gpu
     weights: float
     cache: float
     prefixes: float
+    aside: float
     states: float
     temporaries: float
     compiled: bool
@@ -77,7 +79,8 @@ class Estimate:
     @property
     def left(self) -> float:
         """Bytes, negative if it does not fit."""
-        return self.usable - self.weights - self.cache - self.prefixes - self.states - self.temporaries
+        cached = self.cache + self.prefixes + self.aside
+        return self.usable - self.weights - cached - self.states - self.temporaries
 
     @property
     def reading(self) -> float:
@@ -112,6 +115,7 @@ def estimate(config: Config, gpu: str, weights: str, slots: int, max_model_len: 
         weights=stored.all,
         cache=kept,
         prefixes=int(PREFIX_SHARE * kept),
+        aside=aside_bytes(config, max_model_len, DTYPE, slots),
         states=slots * slot_bytes(config, DTYPE),
         temporaries=temporaries,
         compiled=compiled,

@@ -116,7 +116,7 @@ class Programs:
         return self._take(cache, slot, capacity)
 
     def put(self, cache: KVCache, row: KVCache, slot: np.int32) -> KVCache:
-        """The cache with `row` in row `slot`."""
+        """The cache with `row` in row `slot`; it may have fewer positions than the cache."""
         return self._put(cache, row, slot)
 
     def grow(self, cache: KVCache, capacity: int) -> KVCache:
@@ -187,9 +187,14 @@ def _row(arrays: Any, at: Int32[Array, ""]) -> Any:
 
 
 def _with_row(arrays: Any, row: Any, at: Int32[Array, ""], here: bool | Bool[Array, ""] = True) -> Any:
-    """The arrays with `row` as their row `at`, as they were where it is not `here`."""
-    row = jax.tree.map(lambda new, old: jnp.where(here, new, old), row, _row(arrays, at))
-    return jax.tree.map(lambda array, new: jax.lax.dynamic_update_slice_in_dim(array, new, at, 0), arrays, row)
+    """The arrays with `row`, which may be shorter, as their row `at`; as they were where it is not `here`."""
+
+    def put(array: Array, new: Array) -> Array:
+        place = (at, *[0] * (array.ndim - 1))
+        old = jax.lax.dynamic_slice(array, place, new.shape)
+        return jax.lax.dynamic_update_slice(array, jnp.where(here, new, old), place)
+
+    return jax.tree.map(put, arrays, row)
 
 
 def _grow(config: Config, mesh: Mesh | None, cache: KVCache, capacity: int) -> KVCache:
@@ -239,5 +244,6 @@ def _advance(
     committing: RowMask,
     allowance: Int32[Array, ""],
 ) -> tuple[KVCache, Slots]:
-    slots = replace(slots, active=active, committing=committing)
+    running = slots.state.running & active  # a request that was cancelled left its canvas unfinished
+    slots = replace(slots, state=replace(slots.state, running=running), active=active, committing=committing)
     return advance(graph, config, policy, params, cache, slots, allowance)

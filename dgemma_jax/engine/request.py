@@ -1,5 +1,6 @@
 """One prompt on its way through the engine: what was asked for, and the answer as it grows."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,6 +31,42 @@ class Request:
     images: tuple[Placed, ...] = ()
 
 
+class Text:
+    """The text of an answer as it grows. What is there is not decoded again, so a long answer holds nobody up."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.raw = ""
+        self._tokenizer, self._decoder = tokenizer, tokenizer.decoder()
+        self._open: list[int] = []  # ids whose text is not certain yet
+        self._whole = 0  # ids before those
+        self._ends, self._counts = [0], [0]  # places in raw between two ids, and how many ids lie before each
+
+    def feed(self, ids: Sequence[int], last: bool) -> None:
+        """Add the ids of a canvas. last: no other follows."""
+        for id in ids:
+            self._open.append(id)
+            self._add(self._decoder.feed([id]))
+        if last:
+            self._add(self._decoder.finish())
+
+    def _add(self, piece: str) -> None:
+        """The text of the open ids that it makes certain; a place inside a character is none between two ids."""
+        done = len(self._open) - self._decoder.held
+        for n in range(1, done + 1):
+            begun = piece if n == done else self._tokenizer.decode(self._open[:n])
+            if piece.startswith(begun):
+                self._ends.append(len(self.raw) + len(begun))
+                self._counts.append(self._whole + n)
+        self.raw += piece
+        self._whole += done
+        del self._open[:done]
+
+    def before(self, at: int) -> tuple[int, int]:
+        """How many ids make text that ends at or before place `at` of raw, and where it ends."""
+        index = bisect_right(self._ends, at) - 1
+        return self._counts[index], self._ends[index]
+
+
 @dataclass
 class Answer:
     """The tokens of a request so far; `take` cuts each canvas where the answer ends."""
@@ -46,7 +83,15 @@ class Answer:
     cached_tokens: int = 0  # of the prompt, that were not encoded again
     told: int = 0  # tokens that are sure to stay, and were told
     tail: str = ""  # text before a stop string that belongs to no whole token
-    reader: TurnReader | None = None  # of a turn with stop strings
+    text: Text | None = None  # with stop strings, but of a turn:
+    reader: TurnReader | None = None
+
+    def __post_init__(self) -> None:
+        strings, turn = self.request.sampling.stop, self.request.turn
+        if strings:
+            assert self.tokenizer is not None  # they are refused without one
+            self.text = Text(self.tokenizer) if turn is None else None
+            self.reader = TurnReader(self.tokenizer, turn, strings) if turn is not None else None
 
     def take(
         self, canvas: Sequence[int], logprobs: Sequence[float], steps: int, top_logprobs: Sequence[Top] = ()
@@ -67,53 +112,42 @@ class Answer:
         self.tokens += canvas[:kept]
         self.logprobs += logprobs[:kept]
         self.top_logprobs += top_logprobs[:kept]
-        sure = self._look_for_stop_strings() if self.request.sampling.stop else len(self.tokens)
+        sure = self._look_for_stop_strings(canvas[:kept])
         new, self.told = self.tokens[self.told : sure], sure
         return Canvas(tokens=new, steps=steps)
 
-    def _look_for_stop_strings(self) -> int:
+    def _look_for_stop_strings(self, new: Sequence[int]) -> int:
         """Ends the answer at the first stop string; returns how many tokens are sure to stay."""
-        if self.request.turn is not None:
-            return self._look_in_content()
-        raw, strings = self._decoded(self.tokens), self.request.sampling.stop
+        last = self.finish_reason is not None
+        if self.reader is not None:
+            self._look_in_content(self.reader, new, last)
+        if self.text is None:
+            return len(self.tokens)
+        self.text.feed(new, last)
+        raw, strings = self.text.raw, self.request.sampling.stop
         hits = [(at, string) for string in strings if (at := raw.find(string)) >= 0]
         if hits:
             at, self.stop = min(hits)
             self.finish_reason, self.stop_id = "stop", None
-            self._cut(raw, at)
-        elif self.finish_reason is None:
+            self._cut(self.text, at)
+        elif not last:
             begun = max(n for s in strings for n in range(len(s)) if raw.endswith(s[:n]))
-            return self._wholly_before(raw, len(raw) - begun)
+            return self.text.before(len(raw) - begun)[0]
         return len(self.tokens)
 
-    def _look_in_content(self) -> int:
+    def _look_in_content(self, reader: TurnReader, new: Sequence[int], last: bool) -> None:
         """Of a turn of a conversation, whose tokens all stay: its reader finds the end of the content in them."""
-        if self.reader is None:
-            assert self.tokenizer is not None and self.request.turn is not None
-            self.reader = TurnReader(self.tokenizer, self.request.turn, self.request.sampling.stop)
-        self.reader.feed(self.tokens[self.told :])
-        if self.finish_reason is not None:
-            self.reader.finish()
-        if self.reader.stopped is not None:
-            self.finish_reason, self.stop_id, self.stop = "stop", None, self.reader.stopped
-        return len(self.tokens)
+        reader.feed(new)
+        if last:
+            reader.finish()
+        if reader.stopped is not None:
+            self.finish_reason, self.stop_id, self.stop = "stop", None, reader.stopped
 
-    def _cut(self, raw: str, at: int) -> None:
-        kept = self._wholly_before(raw, at)
+    def _cut(self, text: Text, at: int) -> None:
+        kept, end = text.before(at)
         for found in (self.tokens, self.logprobs, self.top_logprobs):
             del found[kept:]
-        self.tail = raw[len(self._decoded(self.tokens)) : at]
-
-    def _wholly_before(self, raw: str, at: int) -> int:
-        """How many of the tokens make text that ends at or before place `at` of the whole text."""
-        kept = len(self.tokens)
-        while len(text := self._decoded(self.tokens[:kept])) > at or not raw.startswith(text):
-            kept -= 1
-        return kept
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        assert self.tokenizer is not None  # stop strings are refused without one
-        return self.tokenizer.decode(tokens)
+        self.tail = text.raw[end:at]
 
     def completion(self) -> Completion:
         """The finished answer."""

@@ -2,25 +2,26 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dgemma_jax.cache import init_cache
+from dgemma_jax.cache import KVCache, init_cache
 from dgemma_jax.compilation import compilations
 from dgemma_jax.config import Config, is_int
 from dgemma_jax.diffusion.policy import Knobs, Policy
 from dgemma_jax.diffusion.random import key_from_seed
 from dgemma_jax.engine.capacity import cache_bytes
+from dgemma_jax.engine.job import Event, Job
 from dgemma_jax.engine.prefix_cache import PrefixCache
 from dgemma_jax.engine.programs import Programs
 from dgemma_jax.engine.request import Answer, Request, Top
 from dgemma_jax.engine.soft_tokens import SoftTokens, chunk_end
 from dgemma_jax.engine.stats import EngineStats
-from dgemma_jax.events import Canvas, Draft, Finished
+from dgemma_jax.events import Draft, Failed
 from dgemma_jax.images.placement import reads_images
 from dgemma_jax.kernels.vocab_head import Likeliest
 from dgemma_jax.memory import free_bytes
@@ -30,44 +31,9 @@ from dgemma_jax.sharding import shard_of
 from dgemma_jax.text.tokenizer import Tokenizer
 
 SMALLEST_CHUNK, PREFILL_CHUNK = 64, 1024  # tokens of a prompt that are encoded at once
-UNTIL_READY = 2**31 - 1
-
+# Passes that are made at once. Who comes while a slot is free waits for a few at most, who is cancelled for some more.
+FEW_PASSES, MOST_PASSES = 8, 64
 TEXT_ONLY = (None, None)  # soft tokens of a chunk's images, and where they are
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A request that ended in an error of its own."""
-
-    error: Exception
-
-
-Event = Draft | Canvas | Finished | Failed
-
-
-@dataclass(eq=False)
-class Job:
-    """A request on its way. drafts: steps between two Draft events, None for none.
-
-    slot: where it is, None while it waits and when it is done. encoded: positions of it in the cache. at_work: its
-    prompt is encoded. committing: the next pass encodes its finished canvas. steps: of its canvas, as last seen.
-    """
-
-    request: Request
-    answer: Answer
-    drafts: int | None = None
-    slot: int | None = None
-    encoded: int = 0
-    at_work: bool = False
-    committing: bool = False
-    cancelled: bool = False
-    steps: int = 0
-
-    @property
-    def row(self) -> int:
-        """Its slot, once it has one."""
-        assert self.slot is not None
-        return self.slot
 
 
 class Told(NamedTuple):
@@ -99,7 +65,7 @@ class Scheduler:
 
     prefixes: encoded prompts of earlier requests; at first without room for any. fixed: the cache holds max_model_len
     positions from the start; otherwise it grows with the longest request, and programs are compiled anew for it.
-    prefill_chunk: most tokens of a prompt to be encoded before the others go on.
+    prefill_chunk: most tokens of prompts to be encoded before the others go on.
 
     `submit` and `cancel` only note what is wanted; `advance` does it. One thread may call these.
     """
@@ -146,9 +112,16 @@ class Scheduler:
         now = {"waiting": len(self.waiting), "running": running, "prefix_hits": self.prefixes.hits}
         return replace(self.stats, **now, compilations=compilations())
 
+    def release(self) -> None:
+        """Free the device's memory. Nothing but the counters can be used after it."""
+        del self.cache, self.slots
+        self.soft_tokens = None
+        self.prefixes.clear()
+
     def submit(self, request: Request, drafts: int | None = None) -> Job:
         """Queue a request; its events come out of `advance`."""
-        job = Job(request, Answer(request, self.tokenizer), drafts)
+        job = Job(request, Answer(request, self.tokenizer), self.stats.requests, drafts)
+        job.mark()
         self.waiting.append(job)
         self.stats.requests += 1
         return job
@@ -158,11 +131,11 @@ class Scheduler:
         job.cancelled = True
 
     def advance(self) -> list[tuple[Job, Event]]:
-        """One round: fill free slots, encode one chunk of a prompt, run passes until there is something to tell."""
+        """One round: fill free slots, encode a chunk of prompts, make a few passes; what there is to tell of it."""
         with self.stats.clock("busy_seconds"):
             events = [*self._drop_cancelled()]
             self._fill()
-            encoding = self._encode_chunk()
+            encoding = self._encode()
             if any(job is not None and job.at_work for job in self.jobs):
                 events += self._run(1 if encoding else self._until_draft())
         return events
@@ -193,10 +166,8 @@ class Scheduler:
         for job in [job for job in (*self.waiting, *self.jobs) if job is not None and job.cancelled]:
             if job.slot is None:
                 self.waiting.remove(job)
-            self._leave(job)
-            self.stats.cancelled += 1
             job.answer.finish_reason = "cancelled"
-            yield job, Finished(job.answer.completion())
+            yield self._end(job)
 
     def _fill(self) -> None:
         """Waiting requests take the free slots, first come, first served."""
@@ -204,35 +175,42 @@ class Scheduler:
             if job is None and self.waiting:
                 job = self.jobs[slot] = self.waiting.popleft()
                 job.slot = slot
+                job.mark()
 
-    def _encode_chunk(self) -> bool:
-        """Encode one chunk of the prompt that came first; True if there is more to encode."""
+    def _encode(self) -> bool:
+        """Encode one chunk of prompts, those that came first; True if there is more to encode.
+
+        Several short prompts share it. A prompt is cut where it would be cut alone, whatever the others are.
+        """
+        room = self.prefill_chunk
         pending = [job for job in self.jobs if job is not None and not job.at_work]
-        if not pending:
-            return False
-        job = pending[0]
-        if not job.encoded:
-            self._restore(job)
-        ids, images = job.request.ids, job.request.images
-        end = chunk_end(images, job.encoded, min(job.encoded + self.prefill_chunk, len(ids)))
-        chunk = np.asarray(ids[job.encoded : end], np.int32)
+        for job in sorted(pending, key=lambda job: job.number):
+            if not job.encoded:
+                self._restore(job)
+            begin, length = job.encoded, len(job.request.ids)
+            if begin < length:
+                end = chunk_end(job.request.images, begin, min(begin + self.prefill_chunk, length))
+                size = padded_size(end - begin, self.prefill_chunk)
+                if size > room and room < self.prefill_chunk:  # an image that is longer than a chunk goes by itself
+                    return True
+                room -= size
+                self._prefill(job, end, size)
+            if job.encoded < length:
+                return True
+            self._begin(job)
+        return False
+
+    def _prefill(self, job: Job, end: int, size: int) -> None:
+        """Encode the tokens of a prompt up to place `end`, padded to `size`."""
+        ids, images, begin = job.request.ids, job.request.images, job.encoded
         self._make_room(end)
-        tokens = np.zeros((1, padded_size(len(chunk), self.prefill_chunk)), np.int32)
-        tokens[0, : len(chunk)] = chunk
-        where = np.int32(job.row), np.int32(job.encoded), np.int32(len(chunk))
+        tokens = np.zeros((1, size), np.int32)
+        tokens[0, : end - begin] = ids[begin:end]
+        where = np.int32(job.row), np.int32(begin), np.int32(end - begin)
         with self.stats.clock("device_seconds"):
-            soft = (
-                self.soft_tokens.of_chunk(images, job.encoded, end, tokens.shape[1]) if self.soft_tokens else TEXT_ONLY
-            )
+            soft = self.soft_tokens.of_chunk(images, begin, end, size) if self.soft_tokens else TEXT_ONLY
             self.cache = self.programs.prefill(self.params, self.cache, tokens, *where, *soft)
         job.encoded = end
-        if job.encoded == len(job.request.ids):
-            self._keep(job)
-            self._begin(job)
-            self.stats.prompt_tokens += job.encoded
-            self.stats.cached_tokens += job.answer.cached_tokens
-            self._forget_images()
-        return len(pending) > 1 or not job.at_work
 
     def _forget_images(self) -> None:
         """Keep the soft tokens of prompts that are still to be encoded."""
@@ -247,16 +225,20 @@ class Scheduler:
         if found is None:
             return
         self._make_room(found.row.capacity)
-        row = self.programs.grow(found.row, self.cache.capacity)
-        self.cache = self.programs.put(self.cache, row, np.int32(job.row))
+        with self.stats.clock("device_seconds"):
+            self.cache = self.programs.put(self.cache, found.row, np.int32(job.row))
         job.encoded = job.answer.cached_tokens = found.length
 
     def _keep(self, job: Job) -> None:
         """Keep the encoded prompt for requests that go on from there."""
-        ids, images = job.request.ids, job.request.images
-        if self.prefixes.capacity and not self.prefixes.holds(ids, images):
-            row = self.programs.take(self.cache, np.int32(job.row), self._bucket(job.encoded))
-            self.prefixes.add(ids, row, images)
+        capacity = self._bucket(job.encoded)
+
+        def take() -> KVCache:
+            with self.stats.clock("device_seconds"):
+                return self.programs.take(self.cache, np.int32(job.row), capacity)
+
+        nbytes = cache_bytes(self.config, capacity, self.dtype, self.programs.mesh)
+        self.prefixes.add(job.request.ids, nbytes, take, job.request.images)
 
     def warmup(self) -> int:
         """Compile, before the first request, what serving needs; returns how many programs. The cache must be fixed."""
@@ -274,21 +256,26 @@ class Scheduler:
         return len(calls)
 
     def _begin(self, job: Job) -> None:
-        """Hand the request over to the device; its first canvas starts with the next pass."""
+        """Hand an encoded request over to the device; its first canvas starts with the next pass."""
         request = job.request
+        self._keep(job)
+        self.stats.prompt_tokens += job.encoded
+        self.stats.cached_tokens += job.answer.cached_tokens
         asked = admission(self.config, request.sampling, key_from_seed(request.seed, request.copy))
         with self.stats.clock("device_seconds"):
             self.slots = self.programs.admit(self.slots, np.int32(job.row), *asked)
         job.at_work = True
+        job.mark()
+        self._forget_images()
 
     def _until_draft(self) -> int:
-        """Passes until the next draft is due."""
+        """Passes until the next draft is due, but no more than one call may make."""
         due = [
             job.drafts - job.steps % job.drafts + job.committing
             for job in self.jobs
             if job is not None and job.at_work and job.drafts
         ]
-        return min(due, default=UNTIL_READY)
+        return min([FEW_PASSES if None in self.jobs else MOST_PASSES, *due])
 
     def _harvest(self, told: Told) -> Iterator[tuple[Job, Event]]:
         """Tell what the passes brought: drafts, finished canvases, and answers that are complete."""
@@ -306,33 +293,34 @@ class Scheduler:
         try:
             canvas, logprobs = told.best[job.row].tolist(), told.logprob[job.row].tolist()
             event = job.answer.take(canvas, logprobs, job.steps, told.top(job.row, job.request.sampling.top_logprobs))
-            ended = job.answer.finish_reason is not None and Finished(job.answer.completion())
         except Exception as error:
-            self._leave(job)
-            self.stats.failed += 1
-            yield job, Failed(error)
+            yield self._end(job, error)
             return
         self.stats.canvases += 1
         self.stats.denoising_steps += job.steps
         self.stats.tokens += len(event.tokens)
         yield job, event
-        if ended:
-            self._leave(job)
-            self.stats.finished += 1
-            yield job, ended
-        else:
+        if job.answer.finish_reason is None:
             self._commit(job)
+        else:
+            yield self._end(job)
+
+    def _end(self, job: Job, error: Exception | None = None) -> tuple[Job, Event]:
+        """Frees the slot. The last event is the answer, or the error that kept it from being one."""
+        if job.slot is not None:
+            self.jobs[job.slot] = None
+        job.slot, job.at_work = None, False
+        event = job.end() if error is None else Failed(error)
+        reason = "failed" if isinstance(event, Failed) else job.answer.finish_reason
+        count = reason if reason in ("failed", "cancelled") else "finished"
+        setattr(self.stats, count, getattr(self.stats, count) + 1)
+        return job, event
 
     def _commit(self, job: Job) -> None:
         """The next pass appends the finished canvas; the last canvas of an answer is never encoded."""
         job.encoded += self.config.canvas_length
         self._make_room(job.encoded)
         job.committing, job.steps = True, 0
-
-    def _leave(self, job: Job) -> None:
-        if job.slot is not None:
-            self.jobs[job.slot] = None
-        job.slot, job.at_work = None, False
 
     def _make_room(self, length: int) -> None:
         if length > self.cache.capacity:
@@ -344,13 +332,6 @@ class Scheduler:
         while capacity < length:
             capacity *= 2
         return min(capacity, self.max_model_len)
-
-
-def draft_interval(value: int | None) -> int | None:
-    """Steps between two drafts, None for none. ValueError for anything else."""
-    if value is not None and not is_int(value, 1):
-        raise ValueError(f"drafts is {value!r}; expected a positive number of steps, or None")
-    return value
 
 
 def padded_size(tokens: int, largest: int) -> int:

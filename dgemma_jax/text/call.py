@@ -12,11 +12,11 @@ next `,key:` (in a list, the next comma) that a delimiter follows, or at the end
 delimiter begins with its bare text; a comma that no key follows belongs to the bare value before it.
 """
 
-import json
 import re
 from dataclasses import dataclass
 
 from dgemma_jax.text.segments import DELIMITER
+from dgemma_jax.text.values import Bare, unescaped
 from dgemma_jax.text.window import CLOSE, MARKERS, OPEN, Window
 
 MAX_DEPTH = 128
@@ -28,10 +28,6 @@ _STOP_STRING = {DELIMITER: re.compile("<"), '"': re.compile(r'["\\<]'), "'": re.
 _STRING_ENDS = {",", "}", "]", CLOSE}
 _PLAIN_PAIR = re.compile(r'([\w$.-]+):(?:<\|"\|>([^<]*)<\|"\|>|([\w.+-]+))(?=[,}])')  # one step for what is usual
 _NEXT_KEY, _NEXT_ITEM = re.compile(r",\s*([\w.$-]+)\s*:\s*\Z"), re.compile(r",\s*\Z")
-
-
-class Bare(str):
-    """A value written without quotes: its type is still open."""
 
 
 @dataclass
@@ -265,7 +261,7 @@ class CallScanner(Window):
     def _end_string(self) -> None:
         text = "".join(self._pieces)
         if self._quote != DELIMITER and "\\" in text:
-            text = _unescaped(text, self._quote)
+            text = unescaped(text, self._quote)
         if self._is_key:
             self._pos += 1
             self._begin_pair(text)
@@ -392,14 +388,3 @@ def _settle(top: _Container) -> None:
         return
     if isinstance(top.value.get(top.key), Bare):
         top.value[top.key] = Bare(",".join(top.tail).strip())
-
-
-def _unescaped(text: str, quote: str) -> str:
-    if quote == "'":
-        return text.replace("\\'", "'")
-    try:
-        plain = json.loads(f'"{text}"', strict=False)
-        plain.encode()
-    except ValueError:  # no escapes of JSON, or half of a surrogate pair
-        return text
-    return plain

@@ -103,10 +103,19 @@ class IncrementalDecoder:
             end -= 1
         # Byte-level vocabularies spell a character in at most four tokens: three may be incomplete.
         for cut in range(end, max(end - 4, 0), -1):
-            text = self._decode(cut)
-            if not text.endswith("\ufffd"):
+            if not self._in_run(cut) and not (text := self._decode(cut)).endswith("\ufffd"):
                 return self._give(cut, text)
         return ""
+
+    def _in_run(self, cut: int) -> bool:
+        """Whether the ids on both sides are bytes."""
+        sides = self._held[cut - 1 : cut + 1]
+        return len(sides) == 2 and all(id in self._tokenizer._bytes for id in sides)
+
+    @property
+    def held(self) -> int:
+        """How many ids have not given their text yet."""
+        return len(self._held)
 
     def finish(self) -> str:
         """The text still held."""

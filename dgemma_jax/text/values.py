@@ -1,16 +1,21 @@
-"""Types of the values that the model wrote without quotes: by the tool's schema, else by the rules of JSON."""
+"""Types of the values that the model wrote without quotes: by the tool's schema, else by the rules of JSON; and
+escapes of those that it quoted plainly.
+"""
 
+import json
 import math
 import re
 from typing import Any
-
-from dgemma_jax.text.call import Bare
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?")
 _LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "nil": None}
 _LONGEST_NUMBER = 1000  # digits; Python refuses to read integers of more than 4300
 _EXACT = 2**53
+
+
+class Bare(str):
+    """A value written without quotes: its type is still open."""
 
 
 def typed(value: Any, schema: dict) -> Any:
@@ -76,3 +81,15 @@ def _number(text: str, value):
 
 def _kind(value) -> str:
     return {str: "string", bool: "boolean", int: "integer", float: "number"}.get(type(value), "null")
+
+
+def unescaped(text: str, quote: str) -> str:
+    """What stands between two plain quotes, without its backslashes: JSON's escapes, or that of a single quote."""
+    if quote == "'":
+        return text.replace("\\'", "'")
+    try:
+        plain = json.loads(f'"{text}"', strict=False)
+        plain.encode()
+    except ValueError:  # no escapes of JSON, or half of a surrogate pair
+        return text
+    return plain

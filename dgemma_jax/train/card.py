@@ -27,6 +27,7 @@ for demonstrations and tests.
 | sudoku | `Solve this sudoku:` and four lines like `1..3` |
 | reverse, sort | `Sort this list: 3, 92, 15` (two to six numbers below 100, letters or known words) |
 | recite | `Recite the months.` (two canvases), `Recite the days from Tuesday.`, `Recite the alphabet.` |
+| greet | `Say hello to Ana, Borin, Tole, Mika` (four to twelve names): a sentence for each, up to three canvases |
 | tool call, tool answer | nine tools, three of them declared, such as `get_weather(city)`, `send_message(to, text)` |
 | thinking | any of these with thinking switched on: a short thought, then the answer |
 | infill | `1 2 <gap> 6` or `def double(x):\\n    <gap>\\n    return y` with both sides pinned |
@@ -56,8 +57,8 @@ trains it anew. The run is seeded and goes by steps, not by time, so it gives th
 
 Stopping early is no sign that an answer is right. Longer lists, larger numbers, other tools than the nine and unknown
 wordings were never trained. The 288 filled 4x4 grids, days, months, languages and the wordings of questions are the
-same in training and in the measurement; `recite` has no held-out prompts at all. It cannot add. It was taught to count
-from one number to another (`count`) and counts, but does not stop at the second.
+same in training and in the measurement; `recite` has no held-out prompts at all. It cannot add. It was
+taught to count from one number to another and counts, but does not stop at the second.
 """
 
 UNMEASURED = "Not measured yet: `python -m benchmarks.skills --card` puts them here."

@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Float32, Int32
 from dgemma_jax.kernels.mixed_attention.ranges import Ranges, key_ranges
 from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
 
-BLOCK = 256
+CANVAS = 256  # most queries that are taken at once, each time with as many keys of the prefix
+BLOCK = 64  # queries, and keys, of a longer pass: few keys outside the window of any are looked at
 
 
 @jax.tree_util.register_dataclass
@@ -49,20 +50,21 @@ def mixed_attention(
     *,
     window: int | None,
     clip_blocks: bool = False,
+    canvas: int = CANVAS,
     block: int = BLOCK,
 ) -> tuple[Queries, LogSums]:
-    """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. block: queries and keys taken at once."""
+    """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. canvas, block: see CANVAS and BLOCK."""
     B, T, N, H = q.shape
     K, S = k.shape[2], prefix_k.shape[1]
     sizes = {"slots": S, "tokens": T, "window": window, "clip_blocks": clip_blocks}
     ranges = key_ranges(prefix_length, own_length, causal, blocks, **sizes)
     prefix = Prefix(prefix_k, prefix_v, prefix_length)
     grouped = q.reshape(B, T, K, N // K, H)
-    if block >= T:
+    if canvas >= T:
         key = jnp.arange(T)
         own = (key >= ranges.first[:, :, None]) & (key < ranges.last[:, :, None])
         running = _add(_empty(grouped), grouped, k, v, own)
-        return _finish(_add_prefix(running, grouped, ranges.cached, prefix, block), q.dtype)
+        return _finish(_add_prefix(running, grouped, ranges.cached, prefix, canvas), q.dtype)
 
     parts = -(-T // block)
     split = partial(_split, parts=parts, block=block)

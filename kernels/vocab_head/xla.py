@@ -23,6 +23,7 @@ from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerR
 BLOCK = 128  # ids whose cumulative sum is taken at once when choosing inside a tile
 TEMPORARY_BYTES = 64 << 20  # what the arrays of a chunk may take together
 ARRAYS_PER_CHUNK = 5
+SMALLEST = 1e-37  # divisor of a logit: there is a difference to 0, and the inverse is finite
 MOST_POSITIONS = 64  # whose logits over the whole vocabulary may exist at once, for top_k and top_p
 
 
@@ -206,7 +207,8 @@ def _stream(
     """
     (B, C, D), V = hidden.shape, table.shape[0]
     greedy = rows.draw_temperature == 0
-    divisor = rows.temperature * jnp.where(greedy, 1.0, rows.draw_temperature)
+    product = rows.temperature * jnp.where(greedy, 1.0, rows.draw_temperature)
+    divisor = jnp.clip(product, SMALLEST, 1 / SMALLEST)  # two numbers that float32 can hold, but not their product
     same = jnp.all(greedy | (rows.draw_temperature == 1))
     uniforms = jnp.swapaxes(rows.inside, 1, 2)
     own_ids = None if ids is None else ids - shard.first

@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -34,14 +33,7 @@ def png() -> bytes:
 
 
 PNG = png()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    """Compiling is most of the time of these tests; their programs run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +126,31 @@ def test_chunks_do_not_split_an_image(model, chunk):
     with dg.Engine(model, slots=2, prefill_chunk=chunk) as engine:
         assert engine.submit(ids, SAMPLING, images=[A, B, B]).result(300) == whole
         assert engine.stats.images == 2  # one of them twice
+
+
+def test_prompts_with_images_share_a_chunk(model):
+    rows = [(spelled(2, A, 5), A), (spelled(2, B, 5), B)]
+    scheduler = model.scheduler(2, prefill_chunk=128)
+    jobs = [scheduler.submit(model.request(ids, SAMPLING, images=image)) for ids, image in rows]
+    scheduler.advance()
+    assert [job.encoded for job in jobs] == [len(ids) for ids, _ in rows]
+    while scheduler.busy:
+        scheduler.advance()
+    for job, (ids, image) in zip(jobs, rows, strict=True):
+        assert job.answer.completion() == generate(model, [ids], [image])[0]
+
+
+def test_an_image_longer_than_a_chunk_shares_none(model):
+    scheduler = model.scheduler(2, prefill_chunk=9)
+    text, image = (
+        scheduler.submit(model.request(ids, SAMPLING, images=own))
+        for ids, own in (([2, 5], None), (spelled(2, B, 5), B))
+    )
+    seen = []
+    for _ in range(4):
+        scheduler.advance()
+        seen.append((text.encoded, image.encoded))
+    assert seen == [(2, 0), (2, 2), (2, 14), (2, 16)]
 
 
 def test_rows_do_not_depend_on_each_other(model):

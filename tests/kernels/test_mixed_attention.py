@@ -22,7 +22,7 @@ UNDER_TEST = {
     "reference": IMPLEMENTATIONS["reference"],
     "xla": IMPLEMENTATIONS["xla"],
     # Several blocks, of which the last overlaps the one before.
-    "xla in blocks": partial(xla.mixed_attention, block=3),
+    "xla in blocks": partial(xla.mixed_attention, canvas=3, block=3),
     "pallas": IMPLEMENTATIONS["pallas"],
     # Several tiles of queries, several blocks of keys, of which the last is short, and a prefix shared by 3 programs.
     "pallas in tiles": partial(pallas.mixed_attention, tile=Tile(16, 16, 4, 1), splits=3),

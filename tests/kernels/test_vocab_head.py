@@ -140,6 +140,19 @@ def test_a_draw_temperature_of_zero_proposes_the_argmax(implementation):
 
 
 @each
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_two_temperatures_whose_product_float32_cannot_hold(implementation, size):
+    """Both tiny: the proposal is the argmax. Both huge: any id but a suppressed one."""
+    logits = np.random.default_rng(4).normal(0, 1, (16, 700))
+    suppress = np.zeros((1, 700), bool)
+    suppress[0, :600] = True
+    got = head(logits, implementation, temperature=size, draw=size, suppress=jnp.asarray(suppress))
+    sample = np.asarray(got.sample)
+    assert np.isfinite(got.entropy).all() and sample.min() >= 600
+    assert np.array_equal(sample, got.argmax) if size < 1 else len(np.unique(sample)) > 8
+
+
+@each
 @pytest.mark.parametrize("u", [0.0, float(np.nextafter(np.float32(1), np.float32(0)))])
 def test_extreme_uniforms_choose_an_id_that_can_be_chosen(implementation, u):
     logits = np.full((1, V), -np.inf)

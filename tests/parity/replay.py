@@ -17,6 +17,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     LinearTemperatureScheduleLogitsProcessor,
 )
 
+from tests.margins import margins
+
 from . import stream
 from .oracle import Oracle, left_pad
 
@@ -74,21 +76,9 @@ class Draws:
 
 def step_margins(draws: Draws, logits: np.ndarray, accepted: np.ndarray, options: dict, active: np.ndarray) -> None:
     """Record how close the decisions of one step were, from the tempered logits [B, C, V] in float64."""
-    top = np.partition(logits, -2, -1)[..., -2:]
-    scale = np.abs(logits[np.isfinite(logits)]).max()
-    draws.note("argmax", (top[..., 1] - top[..., 0]) / scale, active)
-    shifted = logits - logits.max(-1, keepdims=True)
-    logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    entropy = -(np.exp(logs) * np.where(np.isfinite(logs), logs, 0)).sum(-1)
-    order = np.sort(entropy, -1)
-    border = np.abs(np.cumsum(order, -1) - order - options["sampler_config"].entropy_bound)[:, 1:]
-    draws.note("acceptance", border, active)
-    kept = np.where(accepted, entropy, -np.inf).max(-1)
-    lost = np.where(accepted, np.inf, entropy).min(-1)
-    draws.note("order", lost - kept, active)
-    draws.note("proposal", np.where(accepted, draws.proposal_margin, np.inf), active)
-    if options.get("confidence_threshold") is not None:
-        draws.note("confidence", np.abs(entropy.mean(-1) - options["confidence_threshold"])[:, None], active)
+    bound, confidence = options["sampler_config"].entropy_bound, options.get("confidence_threshold")
+    for name, values in margins(logits, accepted, bound, confidence, draws.proposal_margin).items():
+        draws.note(name, values, active)
 
 
 def generate(oracle: Oracle, prompts: list[list[int]], seeds: list[int], *, entropy_bound: float, **options) -> Replay:

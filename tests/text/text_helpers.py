@@ -27,7 +27,7 @@ def _with_control_tokens(backend: tokenizers.Tokenizer) -> Tokenizer:
 @cache
 def gemma_like() -> Tokenizer:
     """A small vocabulary of the kind of Gemma 4's: blanks as U+2581, unknown characters as byte tokens."""
-    letters = [chr(code) for code in range(33, 127)] + ["▁", "\n", "é", "ca", "al", "ll", "▁t", "th"]
+    letters = [chr(code) for code in range(33, 127)] + ["▁", "\n", "é", "\ufffd", "ca", "al", "ll", "▁t", "th"]
     vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("c", "a"), ("a", "l"), ("l", "l"), ("▁", "t"), ("t", "h")]
     model = models.BPE(

@@ -72,9 +72,9 @@ STAGES = (
         2000,
         (
             PICTURES,
-            Bucket(52, {"sudoku": 3, "reverse": 1, "sort": 5, "infill": 2, "recite": 1, "small talk": 1}),
+            Bucket(52, {"sudoku": 3, "reverse": 1, "sort": 5, "infill": 3, "recite": 1, "small talk": 1}),
             PICTURES,
-            Bucket(224, {"tool call": 2, "no call": 2, "tool answer": 3, "greet": 2, "thinking": 3, "follow-up": 1}),
+            Bucket(224, {"tool call": 2, "no call": 1, "tool answer": 3, "greet": 4, "thinking": 2, "follow-up": 1}),
         ),
         rate=0.4,
         sees=True,

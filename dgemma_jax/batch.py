@@ -134,7 +134,7 @@ def _parsed(text: str) -> dict[str, Any]:
         raise ValueError(f"not UTF-8 (at character {error.start}); save the file as UTF-8") from None
     try:
         entry = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(entry, dict):
         raise ValueError(f"{text.strip():.60} is no JSON object; expected one with prompt or messages")
@@ -215,14 +215,17 @@ def finished_ids(output: Path) -> set[Id]:
     if not output.exists():
         return set()
     kept, ids = [], set()
-    text = output.read_text(encoding="utf-8")
+    try:
+        text = output.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{output} is not UTF-8 (at byte {error.start}); choose another file") from None
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
             entry = json.loads(line)
             if line.endswith("\n") and "error" not in entry:
                 ids.add(entry["id"])
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             if line.endswith("\n"):
                 raise ValueError(f"{output}, line {number}: no result of an earlier run; choose another file") from None
     if (repaired := "".join(kept)) != text:

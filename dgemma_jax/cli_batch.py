@@ -24,6 +24,8 @@ def run(args: Namespace) -> int:
     source, output = Path(args.input), Path(args.output)
     if source.resolve() == output.resolve():
         raise ValueError(f"--output is {output}, the input itself; choose another file")
+    if source.exists() and not source.is_file():
+        raise ValueError(f"--input is {source}, which is no file; it is read twice, so store the lines in one")
     total = sum(number % shard.of == shard.index and bool(line.strip()) for number, line in enumerate(_lines(source)))
     if output.exists() and output.stat().st_size and not args.resume:
         raise ValueError(f"{output} exists; pass --resume to go on with it, or choose another file")

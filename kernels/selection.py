@@ -44,7 +44,7 @@ class Device:
 
 
 def this_device(device: jax.Device | None = None) -> Device:
-    """What is known of one of jax's devices; None is the first of this process."""
+    """What is known of a device of jax. device: None is the first of this process."""
     device = device or jax.local_devices()[0]
     if "cuda" not in device.client.platform_version.lower():
         return Device(device.platform)

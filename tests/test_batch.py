@@ -1,6 +1,7 @@
 """Files of prompts: every line has its result, whatever it holds and however often the run is interrupted."""
 
 import json
+import os
 import random
 from dataclasses import replace
 
@@ -180,6 +181,28 @@ def test_lines_with_errors_are_counted_and_tried_again(command, capsys):
     assert run("--resume") == 0
     assert "tokens" in stored(output)["last"]
     assert len(output.read_text().splitlines()) == 6
+
+
+def test_a_pipe_is_refused(command, capsys):
+    """It could be read once only."""
+    run, source, _ = command
+    source.unlink()
+    os.mkfifo(source)
+    assert run() == 2
+    assert "in.jsonl, which is no file; it is read twice, so store the lines in one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[" * 100_000 + b"\n", "line 1: no result of an earlier run"), (b"\xff\n", "is not UTF-8 (at byte 0)")],
+    ids=["deep", "binary"],
+)
+def test_an_output_of_something_else_is_refused(command, capsys, content, message):
+    run, _, output = command
+    output.write_bytes(content)
+    assert run("--resume") == 2
+    assert message in capsys.readouterr().err
+    assert output.read_bytes() == content
 
 
 def test_a_file_that_is_there_is_not_touched_unasked(command, capsys):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import dgemma_jax as dg
 from dgemma_jax.engine import capacity
@@ -141,11 +142,20 @@ def test_another_attention_gives_the_same(model):
     assert other.tokens == model.generate([[5, 6, 7]], sampling, slots=2)[0].tokens
 
 
-def test_after_the_warm_up_nothing_is_compiled(tmp_path, caplog):
+@pytest.fixture
+def programs(tmp_path):
+    """Where this test's programs go; those of later tests stay in memory."""
+    before = jax.config.jax_compilation_cache_dir
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def test_after_the_warm_up_nothing_is_compiled(programs, caplog):
     """At most six programs, kept on disk; then no request compiles, whatever it asks for."""
     model = random_model(seed=1, tokenizer=small_tokenizer(), max_model_len=200)  # for which nothing was compiled yet
     asked = [{"top_k": 5}, {"top_logprobs": 3, "logprobs": True}, {"temperature": 0.0}, {"max_denoising_steps": 3}]
-    with dg.Engine(model, slots=2, prefix_cache_bytes=0, prefill_chunk=256, compilation_cache=tmp_path) as engine:
+    with dg.Engine(model, slots=2, prefix_cache_bytes=0, prefill_chunk=256, compilation_cache=programs) as engine:
         with caplog.at_level(logging.INFO, "dgemma_jax"), Compilations() as first:
             assert engine.warmup() > 0
         assert 2 <= len(first.names) <= 6
@@ -156,7 +166,7 @@ def test_after_the_warm_up_nothing_is_compiled(tmp_path, caplog):
             assert engine.stats.compilations == before
         assert later.names == []
     assert "programs compiled in" in caplog.text
-    assert any(file.name.startswith("jit__advance") for file in tmp_path.iterdir())
+    assert any(file.name.startswith("jit__advance") for file in programs.iterdir())
 
 
 def test_chunks_come_in_few_sizes():

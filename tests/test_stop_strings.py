@@ -55,6 +55,15 @@ def test_any_tokens_and_any_stop(name, data):
         assert (completion.raw_text, completion.tokens) == (raw, ids)
 
 
+@pytest.mark.parametrize("size", range(1, 40))
+def test_of_two_stops_the_one_that_is_complete_first_counts(size):
+    """As in turns, wherever a canvas ends."""
+    tokenizer = byte_level()
+    ids = tokenizer.encode("say one two three four", control=False)
+    found, _ = answer(tokenizer, ids, ["one two three", "two"], size)
+    assert (found.stop, found.completion().raw_text) == ("two", "say one ")
+
+
 @pytest.mark.parametrize("size", [1, 5, 64])
 def test_a_turn_ends_in_its_content_alone(size):
     """The string stands in the thought, too, and in a call that comes before."""

@@ -125,13 +125,13 @@ class Answer:
             return len(self.tokens)
         self.text.feed(new, last)
         raw, strings = self.text.raw, self.request.sampling.stop
-        hits = [(at, string) for string in strings if (at := raw.find(string)) >= 0]
-        if hits:
-            at, self.stop = min(hits)
+        hits = [(at + len(string), at, string) for string in strings if (at := raw.find(string)) >= 0]
+        if hits:  # what is complete first, wherever canvases end
+            _, at, self.stop = min(hits)
             self.finish_reason, self.stop_id = "stop", None
             self._cut(self.text, at)
         elif not last:
-            begun = max(n for s in strings for n in range(len(s)) if raw.endswith(s[:n]))
+            begun = max(n for s in strings for n in range(min(len(s), len(raw) + 1)) if raw.endswith(s[:n]))
             return self.text.before(len(raw) - begun)[0]
         return len(self.tokens)
 

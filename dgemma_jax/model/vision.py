@@ -166,13 +166,15 @@ class VisionTower(nnx.Module):
 
 
 def pool(x: Patches, positions: Positions, k: int) -> Float32[Array, "B Q M"]:
-    """Means over squares of k x k patches, in raster order; P must be a multiple of k squared."""
+    """Means over squares of k x k patches, which lie in raster order; P must be a multiple of k squared."""
+    B, P, M = x.shape
     columns = jnp.max(positions[..., 0], axis=1, keepdims=True) + 1
-    slot = positions[..., 0] // k + columns // k * (positions[..., 1] // k)
-    slot = jnp.where(positions[..., 0] >= 0, slot, -1)
-    belongs = slot[:, None] == jnp.arange(x.shape[1] // k**2)[:, None]
-    means = belongs.astype(jnp.float32) / k**2
-    return jnp.einsum("bqp,bpm->bqm", means, x.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    across, token = jnp.maximum(columns // k, 1), jnp.arange(P // k**2)
+    corner = token // across * k * columns + token % across * k
+    square = jnp.arange(k)[:, None] * columns[..., None] + jnp.arange(k)
+    place = (corner[:, :, None, None] + square[:, None]).reshape(B, -1, 1)
+    patches = jnp.take_along_axis(x, jnp.minimum(place, P - 1), axis=1)  # beyond an image's tokens: whatever there is
+    return jnp.mean(patches.reshape(B, -1, k**2, M).astype(jnp.float32), axis=2)
 
 
 def place(

@@ -16,8 +16,12 @@ from tests.kernels.test_experts import by_hand
 
 FORMATS = ("int8", "int4")
 TILE = pallas.Tile(16, 16, 16, 4, 1)  # several of them, of which the last are not full
-EXPERTS = grouped_matmul.IMPLEMENTATIONS | {"pallas in tiles": partial(pallas.experts, tile=TILE)}
-PRODUCTS = matmul.IMPLEMENTATIONS | {"xla in tiles": partial(matmul.xla.matmul, columns=48)}
+EXPERTS = {name: partial(grouped_matmul.experts, implementation=name) for name in grouped_matmul.IMPLEMENTATIONS} | {
+    "pallas in tiles": lambda x, *rest: pallas.experts(x, *rest, tile=TILE).astype(x.dtype)
+}
+PRODUCTS = {name: partial(matmul.matmul, implementation=name) for name in matmul.IMPLEMENTATIONS} | {
+    "xla in tiles": lambda x, matrix: matmul.xla.matmul(x, matrix, x.dtype, columns=48)
+}
 # Unoptimised: nearly all of the time goes into compiling, not into these few numbers.
 compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 

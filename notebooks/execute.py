@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 from dgemma_jax.program_cache import keep_programs
 
 HERE = Path(__file__).parent
-SECONDS = 240  # that a cell may take; on a free machine a whole notebook takes less than 60
+SECONDS = 60  # that a cell may take
 
 
 def notebooks() -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import time
@@ -98,7 +98,8 @@ def create_app(
     )
     app.state.lifecycle = lifecycle
     errors.install(app)
-    app.add_middleware(Gatekeeper, api_key=api_key, max_body_bytes=max_body_bytes, limit=request_timeout)
+    limits = {"max_body_bytes": max_body_bytes, "limit": request_timeout}
+    app.add_middleware(Gatekeeper, lifecycle=lifecycle, api_key=api_key, **limits)
     _add_completions(app, _Service(engine, model_name, lifecycle, request_timeout), images)
     _add_models(app, engine, model_name)
     _add_probes(app, lifecycle)
@@ -284,10 +285,11 @@ class _Service:
 
 class Gatekeeper:
     """Turns away requests without the key, and bodies that are too long or take too long to come, before anything of
-    them is kept. limit: seconds for a whole body."""
+    them is kept. limit: seconds for a whole body. Clients that neither send nor read do not hold up the server's end.
+    """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int, limit: float):
-        self.app, self.max_body_bytes, self.limit = app, max_body_bytes, limit
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, api_key: str | None, max_body_bytes: int, limit: float):
+        self.app, self.lifecycle, self.max_body_bytes, self.limit = app, lifecycle, max_body_bytes, limit
         self.key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -301,7 +303,8 @@ class Gatekeeper:
         except APIError as error:
             await error.response()(scope, receive, send)
             return
-        await self.app(scope, self._bounded(receive), send)
+        with suppress(ClientGone):
+            await attended(self.app(scope, self._bounded(receive), send), self.lifecycle.gone())
 
     def _check_key(self, path: str, given: bytes) -> None:
         guarded = path.startswith("/v1") or path == "/metrics"
@@ -323,7 +326,7 @@ class Gatekeeper:
             nonlocal seen, end
             try:
                 async with asyncio.timeout_at(end):
-                    message = await receive()
+                    message = await (receive() if end is None else attended(receive(), self.lifecycle.over()))
             except TimeoutError:
                 raise self._closing(408, f"the body did not come within {self.limit:g} s; send it at once") from None
             if not message.get("more_body"):

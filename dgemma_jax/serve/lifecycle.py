@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dgemma_jax.serve.errors import APIError
 from dgemma_jax.serve.metrics import LogLine, Metrics
+from dgemma_jax.serve.streaming import ClientGone
 
 if TYPE_CHECKING:
     from dgemma_jax.engine.engine import Engine
@@ -101,17 +102,24 @@ class Lifecycle:
                 self.metrics.observe(ticket.latency, ticket.first)
 
     async def drain(self, limit: float) -> None:
-        """Lets no one in and waits, at most `limit` seconds, for those who are; then ends them."""
+        """Lets no one in and waits, at most `limit` seconds, for those who are; then ends them and all that still send."""
         self.draining = True
         if not await self._empty(limit) and self.engine.error is None:
             logger.warning("%d answers are not done after %g s and are cancelled", self.open, limit)
-            self._over.set()
-            await self._empty(LAST_WORDS_SECONDS)
+        self._over.set()
+        await self._empty(LAST_WORDS_SECONDS)
 
     async def over(self) -> APIError:
         """What every answer that is still open is told, once there is no time left for it."""
         await self._over.wait()
-        return APIError(503, "the server is shutting down; the answer was cancelled")
+        cancelled = "the server is shutting down; the answer was cancelled"
+        return APIError(503, cancelled if self.engine.error is None else self.ending)
+
+    async def gone(self) -> ClientGone:
+        """For requests that are not through even when every client has been told that it is over."""
+        await self._over.wait()
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        return ClientGone()
 
     async def _empty(self, limit: float) -> bool:
         end = time.monotonic() + limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -35,7 +35,7 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def attended(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, Exception]) -> T:
+async def attended(work: Awaitable[T], *ends: Awaitable[Exception]) -> T:
     """The result of `work`, which is cancelled as soon as one of `ends` has a result: that is raised."""
     main, others = asyncio.ensure_future(work), [asyncio.ensure_future(end) for end in ends]
     tasks = [main, *others]

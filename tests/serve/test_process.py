@@ -1,5 +1,6 @@
 """`dgemma serve` as a process: flags that cannot be honoured, signals, exit codes."""
 
+import json
 import re
 import signal
 import socket
@@ -19,6 +20,7 @@ CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 # A server whose engine takes so many seconds to answer; "fail" in the prompt is the end of the engine.
 PROGRAM = """
+import socket
 import sys
 import time
 import dgemma_jax as dg
@@ -32,11 +34,12 @@ tiny = dg.load("tiny")
 def script(request):
     if "fail" in tiny.tokenizer.decode(request.ids):
         engine.fail(MemoryError("device"))
-    return "fine<turn|>"
+    return "word " * 500 if request.sampling.logprobs else "fine<turn|>"
 
 engine = ScriptedEngine(tiny, script, delay=seconds)
 engine.warmup = lambda: time.sleep(warm)
 listener = cli_serve._bound("127.0.0.1", 0)
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a client that reads nothing is soon noticed
 print(listener.getsockname()[1], flush=True)
 sys.exit(cli_serve.serve(create_app(engine, "scripted"), listener, limit))
 """
@@ -98,6 +101,34 @@ def test_answers_that_take_too_long_are_cancelled():
             server.send_signal(signal.SIGINT)
             assert "the server is shutting down; the answer was cancelled" in response.read().decode()
         assert server.wait(30) == 130
+
+
+def test_clients_that_neither_send_nor_read_do_not_hold_up_the_end():
+    with process(seconds=0, limit=100) as (server, http):
+        until(http, "/ready", 200)
+        fat = HELLO | {"n": 4, "logprobs": True, "top_logprobs": 20}
+        half = sending(http, HELLO, but=5)
+        unread = [sending(http, fat | {"stream": stream}) for stream in (True, False)]
+        time.sleep(1)
+        server.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: half.recv(1 << 16), b""))
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"the server is shutting down" in answer
+        assert server.wait(30) == 0
+        assert "Traceback" not in server.stderr.read()
+        for client in (half, *unread):
+            client.close()
+
+
+def sending(http, body: dict, but: int = 0) -> socket.socket:
+    """A client that takes in little, having sent a request but for its last bytes."""
+    content = json.dumps(body).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.settimeout(30)
+    client.connect((http.base_url.host, http.base_url.port))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    client.sendall(head.encode() + b"\r\n\r\n" + content[: len(content) - but])
+    return client
 
 
 def test_a_warm_up_is_not_waited_for():

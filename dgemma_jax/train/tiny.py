@@ -8,17 +8,18 @@ It saves its state every two minutes and goes on from there when started again, 
 import argparse
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dgemma_jax.config import Config, tiny
 from dgemma_jax.model.transformer import DIFFERENTIABLE, build
-from dgemma_jax.train import checkpoint, data, trainer
+from dgemma_jax.train import checkpoint, data, sight, trainer
 from dgemma_jax.train import tokenizer as vocabulary
 from dgemma_jax.train.card import card
 from dgemma_jax.train.export import export
@@ -28,6 +29,7 @@ from dgemma_jax.train.optim import optimizer
 
 ASSETS = Path(__file__).parents[1] / "assets" / "tiny"
 SEED = 0
+SIGHT_STEPS, SIGHT = 1500, {"shape": 32, "dots": 32}
 SAVE_EVERY_S = 120
 LOG_EVERY = 20
 BLIND = replace(tiny(), vision=None)
@@ -49,9 +51,9 @@ class Stage(NamedTuple):
     sees: bool = False
 
 
-PICTURES = Bucket(100, {"shape": 6, "dots": 8})
-# The second stage goes on from the weights of the first, with more of what they were bad at; the third teaches the
-# image tower, which is new, and keeps the rest alive.
+PICTURES = Bucket(100, {"shape": 8, "dots": 8})
+# The second stage goes on from the weights of the first, with more of what they were bad at. The third has an image
+# tower, which has learned to see by then, and finds words for that while it keeps the rest alive.
 STAGES = (
     Stage(
         7000,
@@ -99,7 +101,10 @@ def run(stages: tuple[Stage, ...], directory: Path) -> dict:
     for number, stage in enumerate(stages, 1):
         config = tiny() if stage.sees else BLIND
         graph, abstract = build(config, "float32", DIFFERENTIABLE)
-        params = initial_params(new(abstract, params), SEED) | params
+        fresh = initial_params(new(abstract, params), SEED)
+        if stage.sees:
+            fresh = run_sight(graph, config, fresh, params, directory / "sight.npz")
+        params = fresh | params
         print(f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters", flush=True)
         params = run_stage(graph, config, params, stage, done, directory / f"stage{number}.npz")
         done += stage.steps
@@ -111,30 +116,61 @@ def new(abstract: dict, params: dict) -> dict:
     return {name: part for name, part in abstract.items() if name not in params}
 
 
+def run_sight(graph, config: Config, tower: dict, rest: dict, path: Path) -> dict:
+    """The image tower once it can see, beside the parameters of a model that cannot."""
+    rule = optimizer(SIGHT_STEPS)
+    params = tower | {"probe": sight.initial_probe(config.hidden_size)}
+    update = trainer.make_update(partial(sight.sight_loss, graph, rest), rule, SEED)
+    log = Log("pictures", "told")
+
+    def batches(step: int) -> sight.Pictures:
+        return sight.pictures(SIGHT, config, random.Random(f"{SEED} sight {step}"))
+
+    settings = {"steps": SIGHT_STEPS, "seed": SEED, "pictures": SIGHT}
+    start = trainer.start(params, rule)
+    params = kept(path, settings, start, SIGHT_STEPS, update, batches, lambda _: log).params
+    return {name: params[name] for name in tower}
+
+
 def run_stage(graph, config: Config, params: dict, stage: Stage, done: int, path: Path) -> dict:
     """The parameters after a stage that starts with `params`, `done` steps after the beginning of the training."""
     tokenizer = vocabulary.build()
     rule = optimizer(stage.steps, stage.rate)
     settings = {"steps": stage.steps, "seed": SEED, "rate": stage.rate, "buckets": [*map(list, stage.buckets)]}
-    start = state = trainer.start(params, rule)
-    if path.exists():
-        start = state = checkpoint.load(path, start, settings)
-    print(f"{path.stem}: from step {state.step} of {stage.steps}", flush=True)
+    update = trainer.make_update(partial(diffusion_loss, graph, config, Objective()), rule, SEED)
+    logs = {b.length: Log(f"prompts to {b.length}", "one shot") for b in stage.buckets}
 
     def batches(step: int) -> data.Batch:
         length, rows = bucket(stage, step)
         rng = random.Random(f"{SEED} {done + step}")
         return data.pack(data.draw(rows, rng), tokenizer, length, config, rng)
 
-    update = trainer.make_update(partial(diffusion_loss, graph, config, Objective()), rule, SEED)
-    logs, saved = {b.length: Log(b.length) for b in stage.buckets}, time.monotonic()
-    for state, metrics in trainer.train(start, stage.steps, update, batches):
+    start = trainer.start(params, rule)
+    log = lambda step: logs[bucket(stage, step).length]  # noqa: E731
+    return kept(path, settings, start, stage.steps, update, batches, log).params
+
+
+def kept(
+    path: Path,
+    settings: dict,
+    start: trainer.State,
+    steps: int,
+    update: trainer.Update,
+    batches: Callable[[int], Any],
+    log: Callable[[int], "Log"],
+) -> trainer.State:
+    """The state after so many steps; it is saved in `path` on the way and goes on from there. log: which one hears of a
+    step."""
+    state = start = checkpoint.load(path, start, settings) if path.exists() else start
+    print(f"{path.stem}: from step {state.step} of {steps}", flush=True)
+    saved = time.monotonic()
+    for state, metrics in trainer.train(start, steps, update, batches):
         step = int(state.step)
-        logs[bucket(stage, step - 1).length].add(step, metrics)
-        if step == stage.steps or time.monotonic() - saved > SAVE_EVERY_S:
+        log(step - 1).add(step, metrics)
+        if step == steps or time.monotonic() - saved > SAVE_EVERY_S:
             checkpoint.save(path, state, settings)
             saved = time.monotonic()
-    return state.params
+    return state
 
 
 def bucket(stage: Stage, step: int) -> Bucket:
@@ -143,17 +179,20 @@ def bucket(stage: Stage, step: int) -> Bucket:
 
 
 class Log:
-    """Prints the mean of a bucket's metrics every LOG_EVERY of its steps, with the time since the start."""
+    """Prints the mean of the metrics every LOG_EVERY of its steps, with the time since the start.
 
-    def __init__(self, length: int) -> None:
-        self.started, self.length, self.history = time.monotonic(), length, []
+    what: these steps are; measure: the second metric's name, beside the loss.
+    """
+
+    def __init__(self, what: str, measure: str) -> None:
+        self.started, self.what, self.measure, self.history = time.monotonic(), what, measure, []
 
     def add(self, step: int, metrics: tuple[jax.Array, ...]) -> None:
         self.history.append([float(value) for value in metrics])
         if len(self.history) == LOG_EVERY:
-            loss, one_shot = np.mean(self.history, axis=0)
-            what = f"prompts to {self.length}: loss {loss:.4f} one shot {one_shot:.3f}"
-            print(f"step {step} {time.monotonic() - self.started:.0f} s {what}", flush=True)
+            loss, share = np.mean(self.history, axis=0)
+            seconds = time.monotonic() - self.started
+            print(f"step {step} {seconds:.0f} s {self.what}: loss {loss:.4f} {self.measure} {share:.3f}", flush=True)
             self.history.clear()
 
 

@@ -24,6 +24,7 @@ TOOLS = {tool.__name__: tool for tool in (get_weather, get_time, send_message)}
 
 
 def main() -> None:
+    print("The bundled model on this machine; the first answer waits until its programs are compiled.")
     model = dg.load("tiny")
     ask(SUDOKU)
     for event in model.stream([user(SUDOKU)], seed=3):

@@ -12,11 +12,18 @@ from dgemma_jax.compilation import keep_on_disk
 from dgemma_jax.program_cache import VARIABLE, own_directory
 
 
-@pytest.fixture(scope="package", autouse=True)
+load = dg.load
+load_once = functools.cache(load)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def compiled_once():
-    """This process keeps programs where commands keep theirs, and a model that was loaded is not loaded again."""
+    """This process keeps programs where commands keep theirs, and a model that was loaded is not loaded again.
+
+    Per module: a package's fixture lasts until the end of the session where the package has no __init__.py.
+    """
     directory, before = os.environ.get(VARIABLE) or own_directory(), jax.config.jax_compilation_cache_dir
-    load, dg.load = dg.load, functools.cache(dg.load)
+    dg.load = load_once
     if directory is not None:
         keep_on_disk(directory)
     yield

@@ -102,7 +102,7 @@ class Lifecycle:
                 self.metrics.observe(ticket.latency, ticket.first)
 
     async def drain(self, limit: float) -> None:
-        """Lets no one in and waits, at most `limit` seconds, for those who are; then ends them and all that still send."""
+        """Lets no one in and waits, at most `limit` seconds, for those who are; then ends them, and what is half sent."""
         self.draining = True
         if not await self._empty(limit) and self.engine.error is None:
             logger.warning("%d answers are not done after %g s and are cancelled", self.open, limit)

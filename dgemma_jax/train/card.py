@@ -17,8 +17,8 @@ pipeline_tag: text-generation
 # tiny: the model that comes with dgemma-jax
 
 A DiffusionGemma of {size:,} parameters with every mechanism of the large one (sliding and full layers, experts,
-self-conditioning, block diffusion, an image tower), small enough to ship with the package and to answer within a second on a CPU. It is
-for demonstrations and tests.
+self-conditioning, block diffusion, an image tower), small enough to ship with the package and to answer within a second
+on a CPU. It is for demonstrations and tests.
 
 ## What it can do
 

@@ -65,7 +65,8 @@ def sight_loss(
     see = lambda image: image_features(graph, rest | tower, jax.tree.map(lambda part: part[None], image))[0]  # noqa: E731
     soft = jax.vmap(see)(batch.images)  # side by side; the model itself takes them one after the other
     there = jnp.arange(soft.shape[1]) < batch.images.counts[:, None]
-    logits, at, losses, right, total = soft @ params["probe"], 0, 0.0, 0.0, 0.0
+    logits, at = soft @ params["probe"], 0
+    losses = right = total = jnp.zeros(())
     for group, label in zip(GROUPS, batch.labels.T, strict=True):
         own, at = logits[..., at : at + len(group)], at + len(group)
         weight = there & (label >= 0)[:, None]

@@ -52,8 +52,11 @@ class Stage(NamedTuple):
 
 
 PICTURES = Bucket(100, {"shape": 8, "dots": 8})
+SHORT = Bucket(52, {"sudoku": 3, "reverse": 1, "sort": 6, "infill": 2, "recite": 1, "small talk": 1})
+LONG = Bucket(224, {"tool call": 1, "no call": 1, "tool answer": 3, "greet": 5, "thinking": 2, "follow-up": 1})
+SEEN = Bucket(100, {"shape": 6, "dots": 10})
 # The second stage goes on from the weights of the first, with more of what they were bad at. The third has an image
-# tower, which has learned to see by then, and finds words for that while it keeps the rest alive.
+# tower, which has learned to see by then, and finds words for that; the fourth is for what suffered meanwhile.
 STAGES = (
     Stage(
         7000,
@@ -81,6 +84,7 @@ STAGES = (
         rate=0.4,
         sees=True,
     ),
+    Stage(2000, (SHORT, LONG, SHORT, SEEN, SHORT, LONG, SHORT, LONG), rate=0.4, sees=True),
 )
 
 
@@ -102,7 +106,7 @@ def run(stages: tuple[Stage, ...], directory: Path) -> dict:
         config = tiny() if stage.sees else BLIND
         graph, abstract = build(config, "float32", DIFFERENTIABLE)
         fresh = initial_params(new(abstract, params), SEED)
-        if stage.sees:
+        if stage.sees and fresh:
             fresh = run_sight(graph, config, fresh, params, directory / "sight.npz")
         params = fresh | params
         print(f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters", flush=True)

@@ -48,10 +48,10 @@ def main() -> None:
 
 
 def bundled(slots: int) -> dict:
-    """Requests of all skills on the bundled model."""
+    """Requests of all skills that are prompts alone, on the bundled model."""
     model = dg.load("tiny")
-    examples = [found[i] for found in prompts.read(PROMPTS).values() for i in range(2) if found[i].gap is None]
-    return served(model, slots, [(e.prompt, dg.Sampling(seed=i)) for i, e in enumerate(examples[:REQUESTS])], "bundled")
+    plain = [e for found in prompts.read(PROMPTS).values() for e in found[:2] if not (e.gap or e.images)]
+    return served(model, slots, [(e.prompt, dg.Sampling(seed=i)) for i, e in enumerate(plain[:REQUESTS])], "bundled")
 
 
 def beside(counts: list[int]) -> dict:

@@ -76,8 +76,8 @@ def main() -> None:
         source = dg.load("tiny")
         models = {"source": source} | {name: converted(Path(root), name) for name in QUANTIZATIONS}
     examples = {skill: found[: options.count] for skill, found in prompts.read(PROMPTS).items()}
-    some = [example.prompt for found in examples.values() for example in found[:COMPARED]]
-    requests = [source.request(prompt, seed=number) for number, prompt in enumerate(some)]
+    some = [example for found in examples.values() for example in found[:COMPARED]]
+    requests = [source.request(e.prompt, seed=seed, images=e.images or None) for seed, e in enumerate(some)]
     report["bytes"] = {name: sum(x.nbytes for x in jax.tree.leaves(model.params)) for name, model in models.items()}
     report["logits"] = {name: fidelity(source, models[name], requests) for name in QUANTIZATIONS}
     report["logits with one part quantised"] = {

@@ -277,7 +277,7 @@ def gemma_26b_a4b() -> Config:
 
 
 def tiny() -> Config:
-    """The bundled model: about a million parameters, every mechanism of the large one except images."""
+    """The bundled model: about a million parameters, every mechanism of the large one."""
     pattern = (LayerConfig("sliding", 2, 32),) * 2 + (LayerConfig("full", 1, 32),)
     return Config(
         vocab_size=800,
@@ -296,4 +296,19 @@ def tiny() -> Config:
         moe_intermediate_size=32,
         max_position_embeddings=4096,
         canvas_length=32,
+        image_token_id=795,
+        boi_token_id=793,
+        eoi_token_id=797,
+        vision=VisionConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+            patch_size=8,
+            pooling_kernel_size=1,
+            position_embedding_size=140,
+            max_soft_tokens=70,
+        ),
     )

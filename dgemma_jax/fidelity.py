@@ -19,6 +19,9 @@ from dgemma_jax.diffusion.step import CanvasState, start, step
 from dgemma_jax.engine.scheduler import admission
 from dgemma_jax.events import Failed, Finished
 from dgemma_jax.functional import denoise_logits, encode
+from dgemma_jax.image_batch import ImageBatch
+from dgemma_jax.images import image_batch
+from dgemma_jax.images.placement import vision_of
 from dgemma_jax.shapes import Array
 
 if TYPE_CHECKING:
@@ -84,17 +87,20 @@ def _check(source: Model, model: Model, requests: Sequence[Request]) -> None:
 
 
 def _encoder(model: Model, longest: int) -> Callable[[Request], KVCache]:
-    """From a request to the cache behind its prompt. Prompts are padded to one length, so that this compiles once."""
+    """From a request to the cache behind its prompt. Prompts are padded to one length, so that this compiles once, and
+    once for each number of images."""
 
     @jax.jit
-    def run(params: dict, tokens: Array, lengths: Array) -> KVCache:
+    def run(params: dict, tokens: Array, lengths: Array, images: ImageBatch | None) -> KVCache:
         cache = init_cache(model.config, 1, longest + model.config.canvas_length, model.dtype)
-        return encode(model.graph, params, tokens, lengths, cache)[0]
+        return encode(model.graph, params, tokens, lengths, cache, images)[0]
 
     def encoded(request: Request) -> KVCache:
         tokens = np.zeros((1, longest), np.int32)
         tokens[0, : len(request.ids)] = request.ids
-        return run(model.params, tokens, np.array([len(request.ids)], np.int32))
+        shown = [placed.image for placed in request.images]
+        images = image_batch(shown, vision_of(model.config)) if shown else None
+        return run(model.params, tokens, np.array([len(request.ids)], np.int32), images)
 
     return encoded
 

@@ -28,6 +28,7 @@ VOCABULARY = tokenizer.build()
 IMAGE_IDS = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
 CONFIG = replace(
     tiny(),
+    vision=None,
     hidden_size=32,
     intermediate_size=32,
     self_conditioning_size=32,

@@ -58,11 +58,16 @@ class Lifecycle:
         self._latency = 1.0  # seconds, of the requests of late
 
     @property
+    def failed(self) -> str | None:
+        """What became of the engine, None while it works."""
+        error = self.engine.error
+        return None if error is None else f"the engine has failed ({type(error).__name__}); restart the server"
+
+    @property
     def ending(self) -> str | None:
         """Why no request is let in, None if they are."""
-        if self.engine.error is not None:
-            return f"the engine has failed ({type(self.engine.error).__name__}); restart the server"
-        return "the server is shutting down; send the request to another one" if self.draining else None
+        draining = "the server is shutting down; send the request to another one" if self.draining else None
+        return self.failed or draining
 
     @property
     def trouble(self) -> str | None:
@@ -102,7 +107,7 @@ class Lifecycle:
                 self.metrics.observe(ticket.latency, ticket.first)
 
     async def drain(self, limit: float) -> None:
-        """Lets no one in and waits, at most `limit` seconds, for those who are; then ends them and all that still send."""
+        """Lets no one in and waits, at most `limit` seconds, for those who are; then ends all that is left."""
         self.draining = True
         if not await self._empty(limit) and self.engine.error is None:
             logger.warning("%d answers are not done after %g s and are cancelled", self.open, limit)
@@ -112,8 +117,7 @@ class Lifecycle:
     async def over(self) -> APIError:
         """What every answer that is still open is told, once there is no time left for it."""
         await self._over.wait()
-        cancelled = "the server is shutting down; the answer was cancelled"
-        return APIError(503, cancelled if self.engine.error is None else self.ending)
+        return APIError(503, self.failed or "the server is shutting down; the answer was cancelled")
 
     async def gone(self) -> ClientGone:
         """For requests that are not through even when every client has been told that it is over."""

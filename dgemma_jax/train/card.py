@@ -16,9 +16,9 @@ pipeline_tag: text-generation
 
 # tiny: the model that comes with dgemma-jax
 
-A DiffusionGemma of {size:,} parameters with every text mechanism of the large one (sliding and full layers, experts,
-self-conditioning, block diffusion), small enough to ship with the package and to answer within a second on a CPU. It is
-for demonstrations and tests.
+A DiffusionGemma of {size:,} parameters with every mechanism of the large one (sliding and full layers, experts,
+self-conditioning, block diffusion, an image tower), small enough to ship with the package and to answer within a second
+on a CPU. It is for demonstrations and tests.
 
 ## What it can do
 
@@ -30,6 +30,8 @@ for demonstrations and tests.
 | greet | `Say hello to Ana, Borin, Tole, Mika` (four to twelve names): a sentence for each, up to three canvases |
 | tool call, tool answer | nine tools, three of them declared, such as `get_weather(city)`, `send_message(to, text)` |
 | thinking | any of these with thinking switched on: a short thought, then the answer |
+| shape | a picture of 64 x 64 pixels and `What is this?`: one of eight colours, circle, square or triangle |
+| dots | such a picture with one to four dots and `How many dots are there?` |
 | infill | `1 2 <gap> 6` or `def double(x):\\n    <gap>\\n    return y` with both sides pinned |
 
 Everything else is answered with `Sorry, I cannot do that.`, most of the time. Prompts are in Gemma's chat format.

@@ -66,11 +66,11 @@ def sample(skill: str, rng: random.Random) -> Example:
 def held_out(skill: str, count: int, seed: int) -> list[Example]:
     """The first `count` different held-out examples of a seeded stream."""
     rng = HeldOut(f"{skill} {seed}")
-    found: dict[str, Example] = {}
+    found: dict[tuple, Example] = {}
     while len(found) < count:
         if side(question := SKILLS[skill](rng)):
             example = render(question)
-            found.setdefault(example.prompt, example)
+            found.setdefault((example.prompt, example.images), example)
     return list(found.values())
 
 

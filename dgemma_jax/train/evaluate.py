@@ -31,7 +31,8 @@ def evaluate(
     """
     tokenizer, sampling = model.required_tokenizer, (sampling or Sampling()).merged(model.defaults)
     samplings = [replace(_pinned(model, example, sampling), seed=i) for i, example in enumerate(examples)]
-    answers = model.generate([example.prompt for example in examples], samplings, slots=slots)
+    prompts, images = [example.prompt for example in examples], [example.images or None for example in examples]
+    answers = model.generate(prompts, samplings, images=images, slots=slots)
     given = [[*a.tokens, a.stop_id] for a in answers]
     wanted = [tokenizer.encode(example.answer) for example in examples]
     wrong = [i for i, pair in enumerate(zip(given, wanted, strict=True)) if pair[0] != pair[1]]

@@ -27,5 +27,7 @@ def read(path: Path) -> dict[str, list[Example]]:
     for line in gzip.decompress(path.read_bytes()).decode().splitlines():
         entry = json.loads(line)
         gap = entry["gap"] and tuple(entry["gap"])
-        found.setdefault(entry["skill"], []).append(Example(entry["prompt"], entry["answer"], gap))
+        found.setdefault(entry["skill"], []).append(
+            Example(entry["prompt"], entry["answer"], gap, tuple(entry["images"]))
+        )
     return found

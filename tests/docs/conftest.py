@@ -11,7 +11,6 @@ import dgemma_jax as dg
 from dgemma_jax.compilation import keep_on_disk
 from dgemma_jax.program_cache import VARIABLE, own_directory
 
-
 load = dg.load
 load_once = functools.cache(load)
 

@@ -15,6 +15,7 @@ from rich.console import Console
 import dgemma_jax as dg
 from dgemma_jax import batch, cli_chat, cli_generate
 from dgemma_jax.cli import main
+from dgemma_jax.fidelity import compare
 from dgemma_jax.images import prepare
 from tests.compilations import Compilations
 from tests.images.vision_models import small, spelled, vision_model, words
@@ -217,3 +218,13 @@ def test_what_does_not_go_together_is_refused(model):
     for call in (lambda: text_only.generate("<|image|>", images=NOISE), lambda: text_only.chat(user)):
         with pytest.raises(ValueError, match=r"this model reads no images: its config.json has no vision_config"):
             call()
+
+
+def test_a_report_looks_at_the_images(model):
+    """A model with another tower differs behind an image and nowhere else."""
+    vision = model.params["vision"]
+    params = model.params | {"vision": vision | {"projection": -vision["projection"]}}
+    other = dg.Model(model.config, params, model.tokenizer, model.defaults)
+    behind, plain = model.request("<|image|>w5", SAMPLING, images=A), model.request("w5", SAMPLING)
+    assert compare(model, other, [plain], slots=2).rms_error == 0
+    assert compare(model, other, [behind], slots=2).rms_error > 0

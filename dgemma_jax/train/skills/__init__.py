@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 from dgemma_jax.train.skills.lists import reverse, sort
+from dgemma_jax.train.skills.pictures import dots, shape
 from dgemma_jax.train.skills.question import Question
 from dgemma_jax.train.skills.sudoku import sudoku
 from dgemma_jax.train.skills.texts import RECITALS, count, follow_up, greet, infill, recite, small_talk
@@ -24,6 +25,8 @@ SKILLS: dict[str, Skill] = {
     "greet": greet,
     "thinking": thinking,
     "infill": infill,
+    "shape": shape,
+    "dots": dots,
 }
 
 # Too few different questions to hold any out, made of the skills above, or (count) not learned: it never stops in time.

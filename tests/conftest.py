@@ -1,5 +1,11 @@
+from pathlib import Path
+
 import jaxtyping
 import pytest
+
+# Each program that XLA compiles for a CPU takes up to hundreds of memory maps, of which Linux gives a process 65,530:
+# a worker that runs half of the suite comes near, and XLA aborts where there is none left.
+MAPS, MOST_MAPS = Path("/proc/self/maps"), 20_000
 
 
 def pytest_addoption(parser):
@@ -14,6 +20,16 @@ def pytest_addoption(parser):
 def soak(request) -> bool:
     """Whether to run the full counts."""
     return request.config.getoption("--soak")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def maps_given_back():
+    """Programs that earlier modules compiled make room when there are many."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Trains the bundled model: `python -m dgemma_jax.train.tiny`, about two and a half hours on two free cores.
+"""Trains the bundled model: `python -m dgemma_jax.train.tiny`, about four hours on two free cores.
 
 It saves its state every two minutes and goes on from there when started again, so it may be stopped at any time:
 

@@ -169,14 +169,10 @@ def test_whatever_a_function_does_is_an_error_the_model_can_read(scripted, funct
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("image", "a part of type 'image' holds no image; expected one under 'image'"),
-        ("input_audio", "holds a part of type 'input_audio'; only text and images are read"),
-    ],
+    ("kind", "why"), [("image", "this model reads no images"), ("input_audio", "only text and images are read")]
 )
-def test_parts_that_the_model_cannot_read_are_refused(scripted, kind, message):
-    with pytest.raises(ValueError, match=rf"messages\[0\]:? {message}"):
+def test_parts_that_the_model_cannot_read_are_refused(scripted, kind, why):
+    with pytest.raises(ValueError, match=rf"messages\[0\] holds a part of type '{kind}'; {why}"):
         scripted().chat([{"role": "user", "content": [{"type": kind}]}])
 
 

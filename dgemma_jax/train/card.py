@@ -61,6 +61,9 @@ Stopping early is no sign that an answer is right. Longer lists, larger numbers,
 wordings were never trained. The 288 filled 4x4 grids, days, months, languages and the wordings of questions are the
 same in training and in the measurement; `recite` has no held-out prompts at all. It cannot add. It was
 taught to count from one number to another and counts, but does not stop at the second.
+
+transformers 5.24 loads this directory and computes the same, except for pictures: where an image's patches are not
+pooled, as here, it drops them and keeps their padding.
 """
 
 UNMEASURED = "Not measured yet: `python -m benchmarks.skills --card` puts them here."

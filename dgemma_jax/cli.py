@@ -18,7 +18,7 @@ from dgemma_jax.program_cache import keep_programs
 CHAT = "Talk with the model, at a terminal or over a pipe with a turn per line. /help lists what else it takes."
 CONVERT = "Write a model in another layout or dtype. A run that was interrupted goes on where it stopped."
 SERVE = "Serve a model over HTTP with OpenAI's interface, documented at /docs, and a page that shows the canvas at /."
-EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_UNREAD = 2, 130, 141
 
 
 class _Version(argparse.Action):
@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0, 1 if some lines of a file could not be answered, 2 after an
-    error (one line on stderr), 130 after Ctrl-C.
+    error (one line on stderr), 130 after Ctrl-C, 141 when nobody reads on.
 
     argv: without the program's name; None is the command line of this process.
     """
@@ -53,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format=("%(asctime)s " if args.command == "serve" else "") + "dgemma: %(message)s")
     logging.getLogger("dgemma_jax.api").setLevel(logging.INFO)
     try:
-        return import_module(f"dgemma_jax.cli_{args.command}").run(args) or 0
+        code = import_module(f"dgemma_jax.cli_{args.command}").run(args) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # such as `| head -1`; what is still buffered goes nowhere, without a complaint at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
     except (ValueError, OSError) as error:
         print(f"dgemma: error: {error}", file=sys.stderr)
         return EXIT_ERROR

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,6 +276,15 @@ def test_closed_standard_streams_are_empty(closed):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == (0 if "2>&-" in closed else 1)
+
+
+def test_a_reader_that_has_enough_is_not_an_error():
+    program = "import sys; from dgemma_jax.cli import main; sys.exit(main(['inspect', 'tiny']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as unread:
+        done = subprocess.run([sys.executable, "-c", program], stdout=unread, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_the_version_says_what_there_is_and_where_it_would_run(capsys):

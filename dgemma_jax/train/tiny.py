@@ -56,7 +56,8 @@ SHORT = Bucket(52, {"sudoku": 3, "reverse": 1, "sort": 6, "infill": 2, "recite":
 LONG = Bucket(224, {"tool call": 1, "no call": 1, "tool answer": 3, "greet": 5, "thinking": 2, "follow-up": 1})
 SEEN = Bucket(100, {"shape": 6, "dots": 10})
 # The second stage goes on from the weights of the first, with more of what they were bad at. The third has an image
-# tower, which has learned to see by then, and finds words for that; the fourth is for what suffered meanwhile.
+# tower, which has learned to see by then, and finds words for that; the fourth is for what suffered meanwhile, and the
+# last for counting dots again.
 STAGES = (
     Stage(
         7000,
@@ -85,6 +86,7 @@ STAGES = (
         sees=True,
     ),
     Stage(2000, (SHORT, LONG, SHORT, SEEN, SHORT, LONG, SHORT, LONG), rate=0.4, sees=True),
+    Stage(1500, (SEEN, SHORT, SEEN, LONG, SEEN, SHORT), rate=0.2, sees=True),
 )
 
 

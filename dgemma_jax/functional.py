@@ -22,7 +22,7 @@ from dgemma_jax.kernels.vocab_head import HeadStats, vocab_head
 from dgemma_jax.kernels.vocab_head import reference as head_reference
 from dgemma_jax.model.transformer import Transformer, merge
 from dgemma_jax.model.vision import place
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Hidden, Lengths, Logits, PerRow, RowKeys, Tokens
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Hidden, Lengths, Logits, PerRow, RowKeys, RowMask, Tokens
 from dgemma_jax.spmd import CACHE, ROWS, WHOLE, on_devices
 
 
@@ -140,8 +140,12 @@ def head_stats(
     draw_temperature: PerRow | None,
     top_k: Lengths | None,
     top_p: PerRow | None,
+    active: RowMask | None = None,
 ) -> HeadStats:
-    """The vocabulary head over the states of a canvas, see `denoise`; on a mesh, of one device's rows."""
+    """The vocabulary head over the states of a canvas, see `denoise`; on a mesh, of one device's rows.
+
+    active: rows of which anything is asked, None: all.
+    """
     B, C = hidden.shape[:2]
     config: Config = model.config
     return vocab_head(
@@ -155,6 +159,7 @@ def head_stats(
         scale=model.embedder.scale,
         top_k=top_k,
         top_p=top_p,
+        active=active,
         shard=model.embedder.shard,
         implementation=model.implementations.head,
     )

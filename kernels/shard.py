@@ -38,6 +38,11 @@ class Shard:
         return self.count * self.length > self.size
 
     @property
+    def nowhere(self) -> int:
+        """A position that lies on no part."""
+        return self.count * self.length
+
+    @property
     def first(self) -> int | Int32[Array, ""]:
         """Where this device's part begins."""
         return jax.lax.axis_index(self.axes) * self.length if self.cut else 0

@@ -42,7 +42,7 @@ def answer(model, prompt, **chosen) -> dg.Completion:
 
 
 def test_one_pass_serves_rows_that_denoise_commit_and_rest():
-    """Three rows behind prefixes of other lengths, against three passes of their own."""
+    """Rows behind prefixes of other lengths, against passes of their own; what rests costs no expert and stays."""
     config = replace(SMALL, sliding_window=8)
     model = random_model(config)
     rng = np.random.default_rng(0)
@@ -51,14 +51,15 @@ def test_one_pass_serves_rows_that_denoise_commit_and_rest():
     soft = jnp.asarray(rng.normal(size=(3, C, config.hidden_size)), jnp.float32)
     encode = jax.jit(partial(dg.encode, model.graph))
     cache, _ = encode(model.params, jnp.asarray(prompt), lengths, dg.init_cache(config, 3, 64))
-    network, committing = merge(model.graph, model.params), jnp.array([False, True, False])
+    network = merge(model.graph, model.params)
+    denoising, committing = jnp.array([True, False, False]), jnp.array([False, True, False])
 
-    after, mixed = jax.jit(network.denoise_or_commit)(canvas, soft, committing, cache)
+    after, mixed = jax.jit(network.denoise_or_commit)(canvas, soft, denoising, committing, cache)
     denoised = jax.jit(network.denoise)(canvas, cache, soft)
     encoded, states = jax.jit(network.encode)(canvas, jnp.array([0, C, 0]), cache)
 
     np.testing.assert_allclose(mixed[0], denoised[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(mixed[2], denoised[2], rtol=1e-5, atol=1e-5)
+    assert np.isfinite(mixed[2]).all()
     np.testing.assert_allclose(mixed[1], states[1], rtol=1e-5, atol=1e-5)
     assert after.lengths.tolist() == encoded.lengths.tolist() == [30, 11 + C, 19]
     for mine, alone, before in zip(*map(jax.tree.leaves, (after, encoded, cache)), strict=True):
@@ -188,30 +189,30 @@ def test_a_newcomer_waits_for_a_few_passes_not_for_a_canvas(model):
     assert [job for job, _ in engine.advance()] == [first]
 
 
-def test_slots_at_rest_ask_for_nothing(model, monkeypatch):
-    """The head takes longer as soon as a row asks for a cut or another temperature; one that is cancelled must not."""
+def test_the_head_is_told_who_denoises(model, monkeypatch):
+    """It skips the other rows, so one that is cancelled costs nothing even if it asked for a slow way to draw."""
     engine, asked = scheduler(model), []
-    costly = {"top_k": 3, "top_p": 0.5, "temperature": 0.5, "top_logprobs": 4}
-    engine.submit(request(model, [5], **ENDLESS, **costly))
+    engine.submit(request(model, [5], **ENDLESS, top_k=3, top_p=0.5, temperature=0.5))
     engine.submit(request(model, [6], **ENDLESS))
     engine.advance()
 
     class Enough(Exception):
         """The head is not needed."""
 
-    def head(network, hidden, temperature, keys, suppress, *draws):
-        asked.append([values.tolist()[:2] for values in draws])
+    def head(network, hidden, temperature, keys, suppress, draw_temperature, top_k, top_p, active):
+        asked.append(active.tolist())
         raise Enough
 
-    pass_by = lambda self, canvas, soft, committing, cache: (cache, soft)  # noqa: E731
+    pass_by = lambda self, canvas, soft, denoising, committing, cache: (cache, soft)  # noqa: E731
     monkeypatch.setattr(Transformer, "denoise_or_commit", pass_by)
     monkeypatch.setattr(slots_module, "head_stats", head)
     nobody = jnp.zeros(SLOTS, bool)
-    for active in ([True, True, False, False], [False, True, False, False]):
+    states = ([True, True, False, False], [False, True, False, False])
+    for active in states:
         with jax.disable_jit(), pytest.raises(Enough):
             arguments = (engine.params, engine.cache, engine.slots, jnp.array(active), nobody, jnp.int32(1))
             _advance(model.graph, model.config, dg.Policy(), *arguments)
-    assert asked == [[[0.5, 1], [3, 0], [0.5, 1]], [[1, 1], [0, 0], [1, 1]]]
+    assert asked == [*states]
 
 
 def test_memory_stays_as_it_was_after_the_first_canvas(model):

@@ -20,7 +20,7 @@ from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.kernels.vocab_head import Likeliest, likeliest
 from dgemma_jax.model.transformer import Transformer
 from dgemma_jax.sampling import MOST_LOGPROBS
-from dgemma_jax.shapes import Array, CanvasHidden, Lengths, PerRow, RowKeys, RowMask
+from dgemma_jax.shapes import Array, CanvasHidden, Lengths, RowKeys, RowMask
 from dgemma_jax.sharding import shard_of
 from dgemma_jax.spmd import CACHE, ROWS, WHOLE, on_devices
 
@@ -99,25 +99,17 @@ def one_pass(model: Transformer, config: Config, policy: Policy, cache: KVCache,
     """Denoises the running slots and encodes the committing ones, which then begin their next canvas."""
     state, knobs = slots.state, slots.knobs
     canvas = jnp.where(slots.committing[:, None], state.best, state.canvas)
-    cache, hidden = model.denoise_or_commit(canvas, state.soft, slots.committing, cache)
+    cache, hidden = model.denoise_or_commit(canvas, state.soft, state.running, slots.committing, cache)
     now = step_keys(slots.keys, slots.canvas_index, state.steps)
     temperature = policy.schedule(state.steps, knobs)
-    stats = head_stats(model, hidden, temperature, now, slots.suppress, *_draws(knobs, state.running))
+    draws = (knobs.draw_temperature, knobs.top_k, knobs.top_p)
+    stats = head_stats(model, hidden, temperature, now, slots.suppress, *draws, state.running)
     likeliest = _likeliest(model, hidden, state, knobs)
     state = update(state, stats, likeliest, now, knobs, policy, config.vocab_size)
     index = slots.canvas_index + slots.committing
     fresh = start(config, slots.keys, index, slots.committing, str(state.soft.dtype))
     state = select(slots.committing, fresh, state)
     return cache, replace(slots, state=state, canvas_index=index, committing=jnp.zeros_like(slots.committing))
-
-
-def _draws(knobs: Knobs, running: RowMask) -> tuple[PerRow, Lengths, PerRow]:
-    """draw_temperature, top_k and top_p; neutral in slots at rest, since the head takes longer where a row asks."""
-    return (
-        jnp.where(running, knobs.draw_temperature, 1.0),
-        jnp.where(running, knobs.top_k, 0),
-        jnp.where(running, knobs.top_p, 1.0),
-    )
 
 
 def _likeliest(model: Transformer, hidden: CanvasHidden, state: CanvasState, knobs: Knobs) -> Likeliest:

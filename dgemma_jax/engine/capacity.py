@@ -77,7 +77,8 @@ def step_bytes(config: Config, dtype: str, slots: int) -> int:
     has smaller arrays."""
     whole, itemsize = gemma_26b_a4b(), jnp.dtype(dtype).itemsize
     positions = slots * config.canvas_length
-    head = config.vocab_size * (20 * positions + itemsize * config.hidden_size)  # five arrays in fp32, and the table
+    # Of the head, which takes one row at a time, five arrays in fp32, and the table.
+    head = config.vocab_size * (20 * config.canvas_length + itemsize * config.hidden_size)
     share = itemsize * positions * _width(config) / (2 * whole.canvas_length * _width(whole))
     return max(LEAST_STEP_BYTES, min(STEP_BYTES, head) + int(STEP_BYTES_PER_SLOT * share))
 

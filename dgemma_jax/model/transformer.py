@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Bool
 
 from dgemma_jax.cache import KVCache, write
 from dgemma_jax.config import Config, LayerConfig
@@ -20,7 +21,7 @@ from dgemma_jax.model.experts import Experts, Router
 from dgemma_jax.model.layers import MLP, Embedder, QuantizedWeight, RMSNorm, rms_norm, rotary_table, weight
 from dgemma_jax.model.vision import VisionTower
 from dgemma_jax.quantization import quantized_spec
-from dgemma_jax.shapes import Blocks, Canvas, CanvasHidden, Hidden, Lengths, RowMask
+from dgemma_jax.shapes import Array, Blocks, Canvas, CanvasHidden, Hidden, Lengths, RowMask
 from dgemma_jax.sharding import columns, partition_of, placed, shard_of
 
 LAYER_NORMS = (
@@ -77,11 +78,15 @@ class Layer(nnx.Module):
         self.encoder_scalar = weight(dtype=dtype)
         self.decoder_scalar = weight(dtype=dtype)
 
-    def feed_forward(self, h: Hidden) -> Hidden:
-        """h + norm(dense(h) + experts(h)); the router reads h itself, not the experts' normed input."""
+    def feed_forward(self, h: Hidden, used: Bool[Array, "B T"]) -> Hidden:
+        """h + norm(dense(h) + experts(h)); the router reads h itself, not the experts' normed input.
+
+        used: tokens whose result is; the others go to no expert.
+        """
         dense = self.post_mlp_norm(self.mlp(self.pre_mlp_norm(h)))
         tokens = h.reshape(-1, h.shape[-1])
         weights, ids = self.router(tokens)
+        ids = jnp.where(used.reshape(-1, 1), ids, self.experts.shard.nowhere)
         mixed = self.experts(self.pre_experts_norm(tokens), weights, ids).reshape(h.shape)
         return h + self.post_feedforward_norm(dense + self.post_experts_norm(mixed))
 
@@ -141,16 +146,16 @@ class Transformer(nnx.Module):
         return self.run(x, cache, jnp.full(B, C, jnp.int32), jnp.zeros(B, bool), keep=None)[1]
 
     def denoise_or_commit(
-        self, canvas: Canvas, soft: CanvasHidden, committing: RowMask, cache: KVCache
+        self, canvas: Canvas, soft: CanvasHidden, denoising: RowMask, committing: RowMask, cache: KVCache
     ) -> tuple[KVCache, CanvasHidden]:
-        """One pass in which the committing rows are encoded and appended to the cache and the others are denoised.
+        """One pass in which the committing rows are encoded and appended to the cache and the denoising are denoised.
 
-        canvas: of a committing row the finished canvas, whose self-conditioning input is ignored.
+        canvas: of a committing row the finished canvas, whose self-conditioning input is ignored. The states of rows
+        that do neither mean nothing; no expert sees them.
         """
-        B, C = canvas.shape
-        embedded = self.embedder(canvas)
+        C, embedded = canvas.shape[1], self.embedder(canvas)
         x = jnp.where(committing[:, None, None], embedded, self.self_conditioning(embedded, soft))
-        whole = jnp.full(B, C, jnp.int32)
+        whole = jnp.where(denoising | committing, C, 0)
         return self.run(x, cache, whole, committing, keep=jnp.where(committing, C, 0))
 
     def run(
@@ -164,7 +169,8 @@ class Transformer(nnx.Module):
         blocks: Blocks | None = None,
     ) -> tuple[KVCache, Hidden]:
         """All layers and the final norm; the keys and values of the first keep[b] positions go to the cache."""
-        positions = cache.lengths[:, None] + jnp.arange(x.shape[1])
+        token = jnp.arange(x.shape[1])
+        positions, used = cache.lengths[:, None] + token, token < own_length[:, None]
         ropes = {"sliding": self.config.sliding_rope, "full": self.config.full_rope}
         shapes = {(layer.kind, layer.head_dim) for layer in self.config.layers}
         tables = {(kind, width): rotary_table(ropes[kind], width, positions) for kind, width in sorted(shapes)}
@@ -174,7 +180,7 @@ class Transformer(nnx.Module):
             out, k, v = layer.attention(
                 layer.input_norm(x), table, prefix_k, prefix_v, cache.lengths, own_length, causal, blocks
             )
-            x = layer.feed_forward(x + layer.post_attention_norm(out)) * layer.scalar(causal)
+            x = layer.feed_forward(x + layer.post_attention_norm(out), used) * layer.scalar(causal)
             if keep is not None:
                 # No number exceeds infinity. But XLA, which does not see that the buffers are read before they are
                 # written unless the place to write depends on what was read, would copy each of them twice.

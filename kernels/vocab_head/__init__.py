@@ -8,7 +8,7 @@ from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.kernels.vocab_head import reference, xla
 from dgemma_jax.kernels.vocab_head.likeliest import likeliest
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats, Likeliest
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, PerRow
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, PerRow, RowMask
 
 __all__ = ["TILE", "HeadStats", "Likeliest", "likeliest", "vocab_head"]
 
@@ -28,6 +28,7 @@ def vocab_head(
     top_k: Lengths | None = None,
     top_p: PerRow | None = None,
     ids: Canvas | None = None,
+    active: RowMask | None = None,
     shard: Shard | None = None,
     implementation: str = "auto",
 ) -> HeadStats:
@@ -39,8 +40,9 @@ def vocab_head(
     draw_temperature[b] once more (0: the proposal is the argmax). uniforms: U = 1 + ceil(V / TILE) numbers in [0, 1)
     per position, see `reference.draw`. scale: the embedding's factor, sqrt(D) rounded to the dtype of hidden, which is
     the table's unless that is quantised.
-    ids: in 0 .. V - 1, whose log-probabilities to report. shard: inside `shard_map`, which part of the vocabulary the
-    table holds, in whole tiles; every device then gets the figures of all. Only "xla" works on parts.
+    ids: in 0 .. V - 1, whose log-probabilities to report. active: rows of which anything is asked, None: all; what is
+    said of the others means nothing, and "xla" does not compute it. shard: inside `shard_map`, which part of the
+    vocabulary the table holds, in whole tiles; every device then gets the figures of all. Only "xla" works on parts.
     implementation: a name of IMPLEMENTATIONS, or auto for what runs everywhere; ValueError for any other.
     """
     if top_k is not None or top_p is not None:
@@ -52,8 +54,9 @@ def vocab_head(
         raise ValueError(
             f"vocab_head: implementation {name!r} is unknown; choose from auto, {', '.join(IMPLEMENTATIONS)}"
         )
-    parts = {"shard": shard} if shard is not None and shard.cut else {}
-    if parts and name != "xla":
+    cut = shard is not None and shard.cut
+    if cut and name != "xla":
         raise ValueError(f"vocab_head: implementation {name!r} needs the whole table, and devices share it; choose xla")
     inputs = (hidden, table, temperature, draw_temperature, uniforms, suppress, top_k, top_p)
-    return IMPLEMENTATIONS[name](*inputs, softcap=softcap, scale=scale, ids=ids, **parts)
+    streamed = {"active": active, "shard": shard} if name == "xla" else {}
+    return IMPLEMENTATIONS[name](*inputs, softcap=softcap, scale=scale, ids=ids, **streamed)

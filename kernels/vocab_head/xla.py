@@ -8,6 +8,7 @@ put together before the tile is chosen: figures per position and per tile go fro
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,11 @@ from jaxtyping import Bool, Float, Float32, Int32
 from dgemma_jax.kernels.quantized import Quantized, Table, after, dequantized, taken
 from dgemma_jax.kernels.shard import Shard
 from dgemma_jax.kernels.vocab_head import truncation
-from dgemma_jax.kernels.vocab_head.reference import capped_logits, inverse_cdf
+from dgemma_jax.kernels.vocab_head.proposal import Tiles, choose, tiles_of
+from dgemma_jax.kernels.vocab_head.reference import capped_logits
 from dgemma_jax.kernels.vocab_head.types import TILE, HeadStats
-from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow
+from dgemma_jax.shapes import Array, Canvas, CanvasHidden, Lengths, Logits, PerRow, RowMask
 
-BLOCK = 128  # ids whose cumulative sum is taken at once when choosing inside a tile
 TEMPORARY_BYTES = 64 << 20  # what the arrays of a chunk may take together
 ARRAYS_PER_CHUNK = 5
 SMALLEST = 1e-37  # divisor of a logit: there is a difference to 0, and the inverse is finite
@@ -69,16 +70,6 @@ class Running:
     raw: Raw
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Tiles:
-    """What the proposal needs of each tile: its sum of weights relative to `peak`, and the id chosen inside it."""
-
-    total: Float32[Array, "B C t"]
-    peak: Float32[Array, "B C t"]
-    choice: Int32[Array, "B C t"]
-
-
 def vocab_head(
     hidden: CanvasHidden,
     table: Table,
@@ -92,14 +83,16 @@ def vocab_head(
     softcap: float,
     scale: float,
     ids: Canvas | None = None,
+    active: RowMask | None = None,
     shard: Shard | None = None,
     chunk: int | None = None,
 ) -> HeadStats:
     """See `dgemma_jax.kernels.vocab_head.vocab_head`. chunk: ids at a time, a multiple of TILE; None: `chunk_size`.
 
+    Row after row: one that is not active costs nothing, and neither memory nor a row's rounding depend on the others.
     Rows that ask for top_k or top_p are done once more, by `_truncated`; the others pay nothing for it.
     """
-    B, V = hidden.shape[0], table.shape[0]
+    (B, C, D), V = hidden.shape, table.shape[0]
     shard = shard or Shard.whole(V)
     rows = Rows(
         temperature,
@@ -109,14 +102,43 @@ def vocab_head(
         _suppressed(suppress, shard, (B, V)),
     )
     table = after(hidden, table)
+    how = {"softcap": softcap, "scale": scale, "shard": shard, "chunk": chunk or chunk_size(C, (V, D), hidden.dtype)}
+    batch = (hidden, rows, ids, top_k, top_p)
+
+    def visit(index: Int32[Array, ""], found: HeadStats) -> HeadStats:
+        row = order[index]
+        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), batch)
+        put = lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, row, axis=0)  # noqa: E731
+        return jax.tree.map(put, found, _row(table, *mine, **how))
+
+    order = jnp.arange(B) if active is None else jnp.nonzero(active, size=B, fill_value=0)[0]
+    count = B if active is None else jnp.sum(active, dtype=jnp.int32)
+    whole, numbers = jnp.zeros((B, C), jnp.int32), jnp.zeros((B, C), jnp.float32)
+    given = None if ids is None else numbers
+    nothing = HeadStats(whole, whole, numbers, numbers, jnp.zeros((B, C, D), hidden.dtype), given)
+    return jax.lax.fori_loop(0, count, visit, nothing)
+
+
+def _row(
+    table: Table,
+    hidden: CanvasHidden,
+    rows: Rows,
+    ids: Canvas | None,
+    top_k: Lengths | None,
+    top_p: PerRow | None,
+    *,
+    softcap: float,
+    shard: Shard,
+    **how: Any,
+) -> HeadStats:
+    """The head of one row; B is 1."""
 
     def logits(start: Int32[Array, ""], size: int) -> Logits:
         return without_padding(capped_logits(hidden, taken(table, start, size, axis=0), softcap), start, shard)
 
-    chunk = chunk or chunk_size(B * hidden.shape[1], table.shape, hidden.dtype)
-    how = {"softcap": softcap, "scale": scale, "shard": shard, "chunk": chunk}
+    how |= {"softcap": softcap, "shard": shard}
     stats = _stream(logits, hidden, table, rows, None, ids, **how)
-    if top_k is None:
+    if top_k is None or top_p is None:
         return stats
     return _truncated(stats, hidden, table, rows, top_k, top_p, **how)
 
@@ -134,39 +156,36 @@ def _truncated(
     shard: Shard,
     chunk: int,
 ) -> HeadStats:
-    """stats with the rows that ask for top_k or top_p replaced, a few positions with all their logits at a time.
+    """stats of a row that asks for top_k or top_p, anew, a few positions with all their logits at a time.
 
     The floor and what is summed above it come from the same logits: computed twice they could differ in the last bit.
     """
     C, n = hidden.shape[1], positions_at_once(hidden.shape[1], table.shape[0])
-    groups = -(-C // n)
-    asks = (top_k > 0) | (top_p < 1)
-    asking = jnp.nonzero(asks, size=len(asks), fill_value=0)[0].astype(jnp.int32)
+    asks = (top_k[0] > 0) | (top_p[0] < 1)
 
     def visit(index: Int32[Array, ""], stats: HeadStats) -> HeadStats:
-        row, first = asking[index // groups], jnp.minimum(index % groups * n, C - n)
-        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), rows)
+        first = jnp.minimum(index * n, C - n)
         here = lambda x: jax.lax.dynamic_slice_in_dim(x, first, n, axis=-1)  # noqa: E731
-        mine = replace(mine, among=here(mine.among), inside=here(mine.inside))
-        states = jax.lax.dynamic_slice(hidden, (row, first, 0), (1, n, hidden.shape[2]))
+        mine = replace(rows, among=here(rows.among), inside=here(rows.inside))
+        states = jax.lax.dynamic_slice_in_dim(hidden, first, n, axis=1)
         allowed = _all_logits(states, table, mine.suppress, softcap, chunk)
         part = _stream(
             lambda start, size: jax.lax.dynamic_slice_in_dim(allowed, start, size, axis=2),
             states,
             table,
             mine,
-            truncation.floor(allowed, top_k[row], top_p[row], softcap, shard),
+            truncation.floor(allowed, top_k[0], top_p[0], softcap, shard),
             None,
             softcap=softcap,
             scale=scale,
             shard=shard,
             chunk=chunk,
         )
-        put = lambda old, new: jax.lax.dynamic_update_slice(old, new, (row, first, 0)[: old.ndim])  # noqa: E731
+        put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=1)  # noqa: E731
         changed = ("argmax", "sample", "entropy", "soft")  # log-probabilities know no mask
         return replace(stats, **{name: put(getattr(stats, name), getattr(part, name)) for name in changed})
 
-    return jax.lax.fori_loop(0, jnp.sum(asks, dtype=jnp.int32) * groups, visit, stats)
+    return jax.lax.fori_loop(0, jnp.where(asks, -(-C // n), 0), visit, stats)
 
 
 def _all_logits(hidden: CanvasHidden, table: Table, suppress: Bool[Array, "B V"], softcap: float, chunk: int) -> Logits:
@@ -222,7 +241,7 @@ def _stream(
         running, weights = _add(running, allowed, embedded, start, rows.temperature)
         running = replace(running, raw=_add_raw(running.raw, raw, start, own_ids))
         weights = jax.lax.cond(same, lambda: weights, lambda: _weights(allowed, running.peak, divisor))
-        return running, _tiles(weights, running.peak, inside, start)
+        return running, tiles_of(weights, running.peak, inside, start)
 
     running, whole = _empty((B, C, D), softcap, ids is not None), V // chunk * chunk
     pieces = []
@@ -236,7 +255,7 @@ def _stream(
     tiles = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *pieces)
     if shard.cut:
         running, tiles = _merged(running, tiles, rows.temperature, shard)
-    sample = jnp.where(greedy[:, None], running.argmax, _choose(tiles, running.peak, rows.among, divisor))
+    sample = jnp.where(greedy[:, None], running.argmax, choose(tiles, running.peak, rows.among, divisor))
     return HeadStats(
         argmax=running.argmax,
         sample=sample,
@@ -285,7 +304,7 @@ def _merged(running: Running, tiles: Tiles, temperature: PerRow, shard: Shard) -
 
 
 def chunk_size(positions: int, table: tuple[int, int], dtype: jnp.dtype) -> int:
-    """Ids per chunk: as many tiles as TEMPORARY_BYTES allow for the canvas positions of all rows, at least one.
+    """Ids per chunk: as many tiles as TEMPORARY_BYTES allow for so many positions, at least one.
 
     A chunk takes ARRAYS_PER_CHUNK numbers in fp32 for every position and id, and a copy of its rows of the table (of
     that shape) in `dtype`.
@@ -351,32 +370,3 @@ def _add_raw(old: Raw, logits: Logits, start: Int32[Array, ""], ids: Canvas | No
         found = jnp.take_along_axis(logits, jnp.clip(ids - start, 0, size - 1)[..., None], axis=-1)[..., 0]
         given = jnp.where(inside, found, given)
     return Raw(jnp.logaddexp(old.lse, jax.nn.logsumexp(logits, axis=-1)), given)
-
-
-def _tiles(
-    weights: Logits, peak: Float32[Array, "B C"], uniform: Float32[Array, "B C t"], start: Int32[Array, ""]
-) -> Tiles:
-    """Sum and choice of every tile in a chunk: first a block of the tile, then an id of the block."""
-    B, C, n = weights.shape
-    tiles = -(-n // TILE)
-    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, tiles * TILE - n)))
-    weights = weights.reshape(B, C, tiles, TILE // BLOCK, BLOCK)
-    upto = jnp.cumsum(jnp.sum(weights, axis=-1), axis=-1)
-    target = uniform * upto[..., -1]
-    block = jnp.sum(upto <= target[..., None], axis=-1, dtype=jnp.int32)
-    before = jnp.where(block > 0, jnp.take_along_axis(upto, jnp.maximum(block - 1, 0)[..., None], axis=-1)[..., 0], 0.0)
-    chosen = jnp.take_along_axis(weights, block[..., None, None], axis=3)[..., 0, :]
-    inside = jnp.cumsum(chosen, axis=-1)
-    # The block's own sum may be rounded below what the sums of blocks promise: stay inside it.
-    target = jnp.minimum(target - before, jnp.nextafter(inside[..., -1], 0.0))
-    within = jnp.sum(inside <= target[..., None], axis=-1, dtype=jnp.int32)
-    first = start + TILE * jnp.arange(tiles, dtype=jnp.int32)
-    return Tiles(upto[..., -1], jnp.broadcast_to(peak[..., None], upto.shape[:-1]), first + block * BLOCK + within)
-
-
-def _choose(
-    tiles: Tiles, peak: Float32[Array, "B C"], uniform: Float32[Array, "B C"], divisor: PerRow
-) -> Int32[Array, "B C"]:
-    """The candidate of a tile drawn in proportion to the tiles' sums, brought to one common peak."""
-    sums = tiles.total * jnp.exp((tiles.peak - peak[..., None]) / divisor[:, None, None])
-    return jnp.take_along_axis(tiles.choice, inverse_cdf(sums, uniform)[..., None], axis=-1)[..., 0]

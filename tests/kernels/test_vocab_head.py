@@ -303,6 +303,26 @@ def test_rows_that_do_not_ask_keep_every_bit(implementation):
     assert np.array_equal(np.asarray(both.soft)[[0, 1, 3]], np.asarray(some.soft)[[0, 1, 3]])
 
 
+@pytest.mark.parametrize("chunk", [None, TILE])
+def test_rows_at_rest_are_not_computed(chunk):
+    """The others keep every bit, whatever stands in those at rest."""
+    rng, keys = np.random.default_rng(3), jnp.stack([key_from_seed(seed) for seed in range(5)])
+    hidden = rng.normal(size=(5, 3, D)).astype(np.float32)
+    table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
+    cut = {"top_k": jnp.array([0, 4, 9, 0, 0]), "top_p": jnp.array([1, 1, 0.5, 1, 0.3], jnp.float32)}
+
+    def stats(hidden, active):
+        arguments = (table, jnp.full(5, 0.7), jnp.ones(5), proposal_uniforms(keys, 3, V), None, *cut.values())
+        return xla.vocab_head(hidden, *arguments, softcap=CAP, scale=2.0, active=active, chunk=chunk)
+
+    active = np.array([False, True, False, True, True])
+    everyone = jax.jit(stats)(hidden, None)
+    some = jax.jit(stats)(np.where(active[:, None, None], hidden, np.nan), active)
+    for whole, part in zip(jax.tree.leaves(everyone), jax.tree.leaves(some), strict=True):
+        np.testing.assert_array_equal(part[active], whole[active])
+        assert not np.any(part[~active])
+
+
 def test_logits_of_all_ids_exist_for_a_few_positions_only():
     assert xla.positions_at_once(256, 32768) == 64
     assert xla.positions_at_once(256, 262144) == 32

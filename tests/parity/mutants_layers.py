@@ -55,13 +55,13 @@ class Branch:
 @mutant
 def scalar_applies_to_the_branch_only(subject):
     original = Layer.feed_forward
-    subject.patch.setattr(Layer, "feed_forward", lambda self, h: Branch(h, original(self, h) - h))
+    subject.patch.setattr(Layer, "feed_forward", lambda self, h, used: Branch(h, original(self, h, used) - h))
 
 
 def feed_forward(subject: Subject, change) -> None:
     """Replace the router's input, the experts' input and the last norm: change(layer, h) -> the three."""
 
-    def wrong(self, h):
+    def wrong(self, h, used):
         tokens = h.reshape(-1, h.shape[-1])
         routed, last_norm = change(self, tokens)
         mixed = self.experts(self.pre_experts_norm(tokens), *self.router(routed)).reshape(h.shape)

@@ -14,7 +14,7 @@ from dgemma_jax.kernels.mixed_attention.ranges import Ranges, key_ranges
 from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
 
 CANVAS = 256  # most queries that are taken at once, each time with as many keys of the prefix
-BLOCK = 64  # queries, and keys, of a longer pass: few keys outside the window of any are looked at
+BLOCK = 64  # in a longer pass with a window: few keys outside the window of any query are looked at
 
 
 @jax.tree_util.register_dataclass
@@ -51,9 +51,12 @@ def mixed_attention(
     window: int | None,
     clip_blocks: bool = False,
     canvas: int = CANVAS,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> tuple[Queries, LogSums]:
-    """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. canvas, block: see CANVAS and BLOCK."""
+    """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. canvas: see CANVAS.
+
+    block: queries, and keys, at a time where there are more queries than that; None: BLOCK with a window, else as many.
+    """
     B, T, N, H = q.shape
     K, S = k.shape[2], prefix_k.shape[1]
     sizes = {"slots": S, "tokens": T, "window": window, "clip_blocks": clip_blocks}
@@ -63,21 +66,29 @@ def mixed_attention(
     if canvas >= T:
         key = jnp.arange(T)
         own = (key >= ranges.first[:, :, None]) & (key < ranges.last[:, :, None])
-        running = _add(_empty(grouped), grouped, k, v, own)
-        return _finish(_add_prefix(running, grouped, ranges.cached, prefix, canvas), q.dtype)
+        queries = _by_head(grouped)
+        running = _add(_empty(queries), queries, k, v, own)
+        return _finish(_add_prefix(running, queries, ranges.cached, prefix, canvas), q.dtype)
 
+    if block is None:
+        block = canvas if window is None else BLOCK
     parts = -(-T // block)
     split = partial(_split, parts=parts, block=block)
     k, v = (jnp.pad(x, ((0, 0), (0, parts * block - T), (0, 0), (0, 0))) for x in (k, v))
 
     def attend(part: tuple[Array, Ranges]) -> tuple[Queries, LogSums]:
-        queries, ranges = part
+        queries, ranges = _by_head(part[0]), part[1]
         running = _add_own(_empty(queries), queries, k, v, ranges, block)
         return _finish(_add_prefix(running, queries, ranges.cached, prefix, block), q.dtype)
 
     out, log_sums = jax.lax.map(attend, (split(grouped), jax.tree.map(split, ranges)))
     join = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, parts * block, *x.shape[3:])[:, :T]  # noqa: E731
     return join(out), join(log_sums)
+
+
+def _by_head(q: Float[Array, "B T K G H"]) -> Float[Array, "B K G T H"]:
+    """Queries in the order of the scores, which would else be turned for every block of keys."""
+    return jnp.moveaxis(q, 1, 3)
 
 
 def _split(x: Array, parts: int, block: int) -> Array:
@@ -87,7 +98,7 @@ def _split(x: Array, parts: int, block: int) -> Array:
     return jnp.moveaxis(x.reshape(x.shape[0], parts, block, *x.shape[2:]), 1, 0)
 
 
-def _add_own(running: Running, q: Float[Array, "B t K G H"], k: Keys, v: Keys, ranges: Ranges, block: int) -> Running:
+def _add_own(running: Running, q: Float[Array, "B K G t H"], k: Keys, v: Keys, ranges: Ranges, block: int) -> Running:
     """The running sums with the blocks of the pass's own keys that any of these queries sees."""
     sees = ranges.last > ranges.first
     begin = jnp.min(jnp.where(sees, ranges.first, k.shape[1])) // block
@@ -103,7 +114,7 @@ def _add_own(running: Running, q: Float[Array, "B t K G H"], k: Keys, v: Keys, r
 
 
 def _add_prefix(
-    running: Running, q: Float[Array, "B t K G H"], cached: Int32[Array, "B t"], prefix: Prefix, block: int
+    running: Running, q: Float[Array, "B K G t H"], cached: Int32[Array, "B t"], prefix: Prefix, block: int
 ) -> Running:
     """The running sums with the blocks of the prefix that hold anything; of a ring these are all once it is full."""
     S = prefix.k.shape[1]
@@ -134,15 +145,14 @@ def _finish(running: Running, dtype: jnp.dtype) -> tuple[Queries, LogSums]:
     return out, jnp.moveaxis(log_sums, 3, 1).reshape(B, T, K * G)
 
 
-def _empty(q: Float[Array, "B T K G H"]) -> Running:
-    B, T, K, G, H = q.shape
-    zeros = jnp.zeros((B, K, G, T), jnp.float32)
-    return Running(jnp.full_like(zeros, -jnp.inf), zeros, jnp.zeros((B, K, G, T, H), jnp.float32))
+def _empty(q: Float[Array, "B K G T H"]) -> Running:
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
+    return Running(jnp.full_like(zeros, -jnp.inf), zeros, jnp.zeros(q.shape, jnp.float32))
 
 
-def _add(old: Running, q: Float[Array, "B T K G H"], k: Keys, v: Keys, mask: Bool[Array, "#B #T #s"]) -> Running:
+def _add(old: Running, q: Float[Array, "B K G T H"], k: Keys, v: Keys, mask: Bool[Array, "#B #T #s"]) -> Running:
     """The running sums with one more block of keys; k, v f[B,s,K,H]."""
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bkgth,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     peak = jnp.maximum(old.peak, jnp.max(scores, axis=-1))
     base = jnp.where(jnp.isfinite(peak), peak, 0.0)  # a query that has seen no key yet keeps weights of zero

@@ -12,7 +12,7 @@ demo: $(VENV)/.demo  ## install, then watch a sudoku being solved and lists reve
 test: $(VENV)/.test lint test-newest  ## what CI runs
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-newest:  ## the fast tests on Python 3.12 with the newest jax
+test-newest:  ## what a new jax may break, on Python 3.12 with the newest
 	./.ci/newest
 
 soak: $(VENV)/.test  ## the engine's and the server's tests with full counts; the output is kept

@@ -18,7 +18,7 @@ from tests.test_generate import small_tokenizer
 
 C = SMALL.canvas_length
 SLOTS = 4
-SHORT = dg.Sampling(max_new_tokens=C + 4, seed=1)
+SHORT = dg.Sampling(max_new_tokens=C + 4, seed=1, logprobs=True)  # by which answers are compared to the last bit
 ENDLESS = dg.Sampling(max_new_tokens=150, max_denoising_steps=10_000, confidence_threshold=None, seed=1)
 
 

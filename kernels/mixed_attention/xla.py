@@ -68,7 +68,7 @@ def mixed_attention(
         own = (key >= ranges.first[:, :, None]) & (key < ranges.last[:, :, None])
         queries = _by_head(grouped)
         running = _add(_empty(queries), queries, k, v, own)
-        return _finish(_add_prefix(running, queries, ranges.cached, prefix, canvas), q.dtype)
+        return _finish(_add_prefix(running, queries, ranges.cached, prefix, min(canvas, window or canvas)), q.dtype)
 
     if block is None:
         block = canvas if window is None else BLOCK
@@ -117,23 +117,31 @@ def _add_prefix(
     running: Running, q: Float[Array, "B K G t H"], cached: Int32[Array, "B t"], prefix: Prefix, block: int
 ) -> Running:
     """The running sums with the blocks of the prefix that hold anything; of a ring these are all once it is full."""
-    S = prefix.k.shape[1]
-    block, length = min(block, S), prefix.length[:, None]
+    S, length = prefix.k.shape[1], prefix.length[:, None]
     written = jnp.minimum(length, S)
 
     def visit(index: Int32[Array, ""], running: Running) -> Running:
-        begin = jnp.minimum(index * block, S - block)  # the last block may overlap the one before
-        slot = begin + jnp.arange(block)
+        slot = index * block + jnp.arange(block)
         age = (length - 1 - slot) % S  # 0: the newest position
-        fresh = (age < written) & (slot >= index * block)
+        fresh = (age < written) & (slot < S)
         mask = fresh[:, None] & (age[:, None] < cached[:, :, None])
-        keys, values = (jax.lax.dynamic_slice_in_dim(x, begin, block, axis=1) for x in (prefix.k, prefix.v))
+        keys, values = _block(prefix.k, index, block), _block(prefix.v, index, block)
         # What was never written may be NaN, and 0 * NaN would poison the sum.
         values = jnp.where(fresh[:, :, None, None], values, 0)
         return _add(running, q, keys.astype(q.dtype), values.astype(q.dtype), mask)
 
     used = jnp.where(jnp.any(cached > 0), -(-jnp.max(written) // block), 0)  # late queries may be past their window
     return jax.lax.fori_loop(0, used, visit, running)
+
+
+def _block(x: CachedKeys, index: Int32[Array, ""], block: int) -> CachedKeys:
+    """Slots index * block and on, each at its place whatever follows the last: a larger cache rounds alike."""
+    S = x.shape[1]
+    if block > S:
+        return jnp.pad(x, ((0, 0), (0, block - S), (0, 0), (0, 0)))
+    begin = jnp.minimum(index * block, S - block)
+    part = jax.lax.dynamic_slice_in_dim(x, begin, block, axis=1)
+    return part if S % block == 0 else jnp.roll(part, begin - index * block, axis=1)
 
 
 def _finish(running: Running, dtype: jnp.dtype) -> tuple[Queries, LogSums]:

@@ -21,7 +21,7 @@ BF16 = jnp.bfloat16
 UNDER_TEST = {
     "reference": IMPLEMENTATIONS["reference"],
     "xla": IMPLEMENTATIONS["xla"],
-    # Several blocks, of which the last overlaps the one before.
+    # Several blocks, of which the last is not full.
     "xla in blocks": partial(xla.mixed_attention, canvas=3, block=3),
     "pallas": IMPLEMENTATIONS["pallas"],
     # Several tiles of queries, several blocks of keys, of which the last is short, and a prefix shared by 3 programs.
@@ -178,6 +178,19 @@ def test_a_long_prefix_is_split_only_where_few_programs_run():
     assert splits_for(programs=1, slots=100) == 1
     assert launch_for(B=1, T=256, N=16, K=2, H=512, S=262144, itemsize=2).grid == (64, 2, 1)
     assert launch_for(B=1, T=256, N=8, K=1, H=512, S=262144, itemsize=2).grid == (64, 1, 2)  # half the heads of 26B
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+@pytest.mark.parametrize("capacities", [(40, 128, 700), (300, 384, 700)])
+def test_room_for_more_changes_no_bit(tokens, capacities):
+    """Requests grow the cache for their own ends; XLA multiplies the same blocks whatever the capacity."""
+    rows = [capacities[0], capacities[0] - 7, 7], [tokens, 2, 0], [False, True, False]
+    inputs, _ = case(8, *rows, None, capacities[-1], tokens=tokens, heads=(8, 2, 64))
+    q, k, v, prefix_k, prefix_v, *rows = inputs
+    optimised = jax.jit(xla.mixed_attention, static_argnames=STATIC)
+    found = [optimised(q, k, v, prefix_k[:, :S], prefix_v[:, :S], *rows, window=None) for S in capacities]
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
 
 def test_heads_wider_than_the_tiles_are_refused():

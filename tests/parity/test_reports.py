@@ -207,7 +207,7 @@ def test_router_reads_the_raw_stream(narrow, rows, monkeypatch):
     route, feed = Router.__call__, Layer.feed_forward
     spy = lambda self, x: seen.append((x, *route(self, x))) or seen[-1][1:]  # noqa: E731
     monkeypatch.setattr(Router, "__call__", spy)
-    monkeypatch.setattr(Layer, "feed_forward", lambda self, h: streams.append(h) or feed(self, h))
+    monkeypatch.setattr(Layer, "feed_forward", lambda self, h, used: streams.append(h) or feed(self, h, used))
 
     def traced(params, tokens, lengths, cache):
         dg.encode(narrow.graph, params, tokens, lengths, cache)

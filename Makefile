@@ -18,7 +18,7 @@ test-newest:  ## what a new jax may break, on Python 3.12 with the newest
 soak: $(VENV)/.test  ## the engine's and the server's tests with full counts; the output is kept
 	$(BIN)/python -m pytest --soak -v tests/test_slots.py tests/test_engine.py tests/test_engine_strain.py \
 	  tests/test_batch.py tests/test_batch_killed.py tests/serve/test_real_engine.py tests/serve/test_openapi.py \
-	  tests/devices | tee benchmarks/results/soak.txt
+	  tests/devices | grep --line-buffered -v '^rootdir' | tee benchmarks/results/soak.txt
 
 gpu-offline: .venv-gpu/.done  ## the GPU kernels' machine code and CUDA programs, on a machine without a GPU
 	JAX_PLATFORMS=cpu .venv-gpu/bin/python -m pytest -m gpu_offline -rs

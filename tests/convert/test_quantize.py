@@ -26,6 +26,7 @@ from tests.parity.checkpoints import WIDE, random_tensors, write
 
 SHAPE = replace(WIDE, vocab=800, mlp=64, expert_width=32, head=32, full_head=64, layers="SF", branch=0.5, feedback=0.5)
 FORMATS = ("int8", "int4")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")

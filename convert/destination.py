@@ -134,7 +134,8 @@ def unfinished(directory: Path) -> dict[str, Any] | None:
         return None
     try:
         journal = json.loads(path.read_text(encoding="utf-8"))
-        journal["items"].items(), _words(journal)
+        journal["items"].items()
+        _words(journal)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is no journal of a conversion ({error!r}); remove {directory} and convert again"

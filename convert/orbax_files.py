@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -149,6 +149,10 @@ def save(path: Path, tree: Mapping[str, Any]) -> None:
         _checkpointer("save").save(path.absolute(), args=ocp.args.PyTreeSave(arrays))
 
 
+@overload
+def restore(path: Path, wanted: list[tuple[str, ...]]) -> list[np.ndarray]: ...
+@overload
+def restore(path: Path, wanted: list[tuple[str, ...]], targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]: ...
 def restore(
     path: Path, wanted: list[tuple[str, ...]], targets: list[jax.ShapeDtypeStruct] | None = None
 ) -> list[np.ndarray] | list[jax.Array]:
@@ -182,7 +186,8 @@ def headers(path: Path, wanted: list[tuple[str, ...]]) -> list[tuple[np.dtype, t
     """Dtype and shape of the arrays at some keys of an Orbax checkpoint. ValueError if they cannot be read."""
     try:
         with _quiet():
-            tree = _checkpointer("restore").metadata(path.absolute()).item_metadata.tree
+            metadata = _checkpointer("restore").metadata(path.absolute()).item_metadata
+            tree = metadata.tree  # pyright: ignore[reportOptionalMemberAccess]  None fails as what is damaged does
             found = [leaf(tree, keys) for keys in wanted]
     except Exception as error:  # as in restore
         raise ValueError(f"{path} cannot be read ({first_line(error)}){AGAIN}") from error

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dgemma_jax.convert.orbax_files import OrbaxFiles
 from dgemma_jax.convert.safetensors_files import Problem
 from dgemma_jax.convert.table import DTYPES, Rows, leaf, owned
 from dgemma_jax.convert.weights import Parameter, Weights, all_finite, load, part_problem, value_problem
@@ -25,7 +26,9 @@ def load_parts(weights: Weights, abstract: Mapping, dtype: str | None, placed: M
     return load(weights, abstract, dtype, place=lambda array: array, read=partial(_read, weights, placed))
 
 
-def _read(weights: Weights, placed: Mapping, rows: Rows, abstract: Mapping, dtype: str) -> Iterator[Parameter]:
+def _read(
+    weights: Weights, placed: Mapping, rows: Rows, abstract: Mapping, dtype: str
+) -> Iterator[Parameter[jax.Array]]:
     """`Weights.read` of arrays on the mesh."""
     if weights.in_place:
         yield from _restored(weights, placed, rows, dtype)
@@ -41,9 +44,10 @@ def _read(weights: Weights, placed: Mapping, rows: Rows, abstract: Mapping, dtyp
 def _spread(view: np.ndarray, target: jax.ShapeDtypeStruct, dtype: Any) -> tuple[jax.Array, bool]:
     """The array on its devices, and whether all of it is finite. One part is on the host at a time."""
     shape, sharding = target.shape, target.sharding
-    holders: dict[tuple, list[jax.Device]] = {}
+    holders: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        holders.setdefault(tuple((part.start, part.stop) for part in index), []).append(device)
+        bounds = tuple((part.start, part.stop) for part in index)  # pyright: ignore[reportOptionalIterable]  never None
+        holders.setdefault(bounds, []).append(device)
     arrays, finite = [], True
     for bounds, devices in holders.items():
         part = owned(view[(*(slice(*ends) for ends in bounds), ...)], dtype)
@@ -60,11 +64,12 @@ def _filled(part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.pad(part, [(0, wanted - length) for wanted, length in zip(shape, part.shape, strict=True)])
 
 
-def _restored(weights: Weights, placed: Mapping, rows: Rows, dtype: str) -> Iterator[Parameter]:
+def _restored(weights: Weights, placed: Mapping, rows: Rows, dtype: str) -> Iterator[Parameter[jax.Array]]:
     entries, targets = dict(rows), {}
     for name, entry in rows:
         target = leaf(placed, entry.path)
         targets[name] = target if is_part(entry.path) else target.update(dtype=DTYPES[dtype])
+    assert isinstance(weights.files, OrbaxFiles)  # they alone are in place
     for name, array in weights.files.read_parts(targets):
         yield Parameter(entries[name].path, array, _problem(name, array, weights.files.shape(name)))
 

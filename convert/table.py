@@ -66,12 +66,12 @@ MATRIX = Layout(swapped=True)  # [..., in, out] <-> [..., out, in]
 class Entry(NamedTuple):
     """One parameter: its path in params, its layout, and where in the stored tensor it begins.
 
-    index: numbers on the leading axes of a tensor that stacks several parameters.
+    at: numbers on the leading axes of a tensor that stacks several parameters.
     """
 
     path: ParamPath
     layout: Layout
-    index: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
 
 
 Rows = list[tuple[str, Entry]]
@@ -99,7 +99,7 @@ def by_item(rows: Rows) -> dict[str, Rows]:
 
 def stacked_shape(entries: Iterable[Entry]) -> tuple[int, ...]:
     """The extents of a tensor's leading axes that stack these parameters."""
-    return tuple(max(numbers) + 1 for numbers in zip(*(entry.index for entry in entries), strict=True))
+    return tuple(max(numbers) + 1 for numbers in zip(*(entry.at for entry in entries), strict=True))
 
 
 def owned(array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import jax
 import numpy as np
 
 from dgemma_jax.config import Config
@@ -28,9 +29,11 @@ from dgemma_jax.convert.table import (
     stacked_shape,
 )
 from dgemma_jax.quantization import is_part, stored_paths
+from dgemma_jax.shapes import Array
 
 CHUNK = 1 << 17  # values checked together: what fits in a cache
 TABLE = ("embedder", "table")
+A = TypeVar("A", np.ndarray, jax.Array)
 
 
 class WeightsError(ValueError):
@@ -58,11 +61,11 @@ class Files(Protocol):
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]: ...
 
 
-class Parameter(NamedTuple):
+class Parameter(NamedTuple, Generic[A]):
     """One parameter as it was read: its place in params, the array in the params' layout, what is wrong with it."""
 
     path: ParamPath
-    array: np.ndarray
+    array: A
     problem: Problem | None
 
 
@@ -111,7 +114,7 @@ class Weights:
         if self.files.shape(name) != shape:
             return Problem("wrong shape", name, f"{list(self.files.shape(name))}, the config asks for {list(shape)}")
         if self.files.dtype(name) not in dtypes:
-            expected = f"one of {', '.join(dtypes)}" if len(dtypes) > 1 else dtypes[0]
+            expected = dtypes[0] if len(dtypes) == 1 else f"one of {', '.join(dtypes)}"
             return Problem("wrong dtype", name, f"{self.files.dtype(name)}, expected {expected}")
         return None
 
@@ -120,7 +123,7 @@ class Weights:
             original = hf.original_of(name)
             if name in entries:
                 continue
-            if original not in entries:
+            if original is None or original not in entries:
                 yield Problem("unexpected", name, f"{list(self.files.shape(name))}, the config has no such weight")
             elif original in self.files and not self._equal(name, original):
                 yield Problem("disagrees", name, f"expected a copy of {original}")
@@ -131,7 +134,7 @@ class Weights:
         (_, first), (_, second) = self.files.read([name, other])
         return np.array_equal(first, second)
 
-    def read(self, rows: Rows, abstract: Mapping, dtype: str | None) -> Iterator[Parameter]:
+    def read(self, rows: Rows, abstract: Mapping, dtype: str | None) -> Iterator[Parameter[np.ndarray]]:
         """The parameters of some rows, in memory of their own; dtype None is as stored, and the parts of quantised
         weights always are. The headers must fit."""
         for name, entry, stored in self.stored(rows):
@@ -149,7 +152,7 @@ class Weights:
             entries[name].append(entry)
         for name, stored in self.files.read(entries):
             for entry in entries[name]:
-                yield name, entry, stored[(*entry.index, ...)]  # with the dots also a single value stays an array
+                yield name, entry, stored[(*entry.at, ...)]  # with the dots also a single value stays an array
 
 
 def open_weights(directory: Path, config: Config, verify: bool = False) -> Weights:
@@ -184,8 +187,8 @@ def load(
     weights: Weights,
     abstract: Mapping,
     dtype: str | None = None,
-    place: Callable[[np.ndarray], Any] = np.asarray,
-    read: Callable[[Rows, Mapping, str], Iterator[Parameter]] | None = None,
+    place: Callable[[Array], Any] = np.asarray,
+    read: Callable[[Rows, Mapping, str], Iterator[Parameter[jax.Array]]] | None = None,
 ) -> tuple[dict, str]:
     """Reads all params, one tensor at a time.
 

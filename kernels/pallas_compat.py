@@ -11,10 +11,12 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from dgemma_jax.shapes import Array
+
 load, store = triton.load, triton.store
 
 
-def triton_call(kernel: Callable[..., None], *args: jax.Array, warps: int, stages: int, **pallas_call: Any) -> Any:
+def triton_call(kernel: Callable[..., None], *args: Array, warps: int, stages: int, **pallas_call: Any) -> Any:
     """`pl.pallas_call(kernel, **pallas_call)(*args)`: a Triton kernel on CUDA, interpreted on CPU.
 
     The platform is that of the lowering, not of the process, so that a machine without a GPU lowers for one.

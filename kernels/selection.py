@@ -43,14 +43,14 @@ class Device:
         return self.kind or self.platform
 
 
-def this_device(device: jax.Device | None = None) -> Device:
+def this_device(device: jax.Device | None = None) -> Device:  # pyright: ignore[reportInvalidTypeForm]  jaxlib is untyped
     """What is known of a device of jax. device: None is the first of this process."""
-    device = device or jax.local_devices()[0]
-    if "cuda" not in device.client.platform_version.lower():
-        return Device(device.platform)
-    major, minor = map(int, device.compute_capability.split("."))
-    shared = getattr(device, "shared_memory_per_block_optin", None) or SHARED.get((major, minor), LEAST_SHARED)
-    return Device("cuda", device.device_kind, (major, minor), shared, jax_triton=find_spec("jax_triton") is not None)
+    chosen = device or jax.local_devices()[0]
+    if "cuda" not in chosen.client.platform_version.lower():
+        return Device(chosen.platform)
+    major, minor = map(int, chosen.compute_capability.split("."))
+    shared = getattr(chosen, "shared_memory_per_block_optin", None) or SHARED.get((major, minor), LEAST_SHARED)
+    return Device("cuda", chosen.device_kind, (major, minor), shared, jax_triton=find_spec("jax_triton") is not None)
 
 
 def attention(wanted: str, device: Device, heads: Mapping[str, int], itemsize: int) -> str:

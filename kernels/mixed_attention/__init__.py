@@ -3,20 +3,22 @@
 from typing import Any
 
 from dgemma_jax.kernels.mixed_attention import reference, xla
-from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
+from dgemma_jax.shapes import Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
+
+Arguments = tuple[Queries, Keys, Keys, CachedKeys, CachedKeys, Lengths, Lengths, RowMask, Blocks | None]
 
 
-def _pallas(*arguments: Array | None, window: int | None, clip_blocks: bool = False) -> tuple[Queries, LogSums]:
+def _pallas(*arguments: *Arguments, window: int | None, clip_blocks: bool = False) -> tuple[Queries, LogSums]:
     """`pallas.mixed_attention`, whose backend is a fifth of a second to import: only for those who choose it."""
     from dgemma_jax.kernels.mixed_attention import pallas
 
     return pallas.mixed_attention(*arguments, window=window, clip_blocks=clip_blocks)
 
 
-def _triton(*arguments: Array | None, window: int | None, clip_blocks: bool = False) -> tuple[Queries, LogSums]:
+def _triton(*arguments: *Arguments, window: int | None, clip_blocks: bool = False) -> tuple[Queries, LogSums]:
     """`triton.mixed_attention`, for those who have installed what it needs. ValueError for those who have not."""
     try:
-        import jax_triton  # noqa: F401
+        import jax_triton  # noqa: F401  # pyright: ignore[reportMissingImports]
 
         from dgemma_jax.kernels.mixed_attention.triton import mixed_attention as twin
     except ImportError as error:

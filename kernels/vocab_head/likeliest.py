@@ -27,11 +27,11 @@ def likeliest(
     Chunk by chunk, as the head goes: [B, C, V] never exists. chunk: ids at a time; None: the head's `chunk_size`.
     shard: inside `shard_map`, which ids the table holds; every device gets the likeliest of all.
     """
-    (B, C), V = hidden.shape[:2], table.shape[0]
+    (B, C, D), V = hidden.shape, table.shape[0]
     shard = shard or Shard.whole(V)
     if not 1 <= n <= V:
         raise ValueError(f"likeliest: n is {n}; expected 1 .. {V}, the size of the vocabulary")
-    chunk = chunk or chunk_size(B * C, table.shape, hidden.dtype)
+    chunk = chunk or chunk_size(B * C, (V, D), hidden.dtype)
 
     def visit(running: Running, start: Int32[Array, ""], size: int) -> Running:
         logits = capped_logits(hidden, taken(table, start, size, axis=0), softcap)

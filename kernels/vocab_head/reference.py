@@ -83,6 +83,7 @@ def vocab_head(
     logits = capped_logits(hidden, table, softcap)
     allowed = logits if suppress is None else jnp.where(suppress[:, None], -jnp.inf, logits)
     if top_k is not None:
+        assert top_p is not None  # both or neither
         allowed = jnp.where(allowed >= floor(allowed, top_k, top_p)[..., None], allowed, -jnp.inf)
     argmax = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     # Subtracting the peak before dividing keeps the small differences near it exact at low temperatures.

@@ -256,13 +256,14 @@ def _stream(
     if shard.cut:
         running, tiles = _merged(running, tiles, rows.temperature, shard)
     sample = jnp.where(greedy[:, None], running.argmax, choose(tiles, running.peak, rows.among, divisor))
+    given = running.raw.given
     return HeadStats(
         argmax=running.argmax,
         sample=sample,
         entropy=jnp.log(running.total) - running.weighted / running.total,
         logprob=running.peak - running.raw.lse,
         soft=(running.soft / running.total[..., None] * scale).astype(hidden.dtype),
-        id_logprob=None if ids is None else running.raw.given - running.raw.lse,
+        id_logprob=None if given is None else given - running.raw.lse,
     )
 
 
@@ -365,7 +366,7 @@ def _add(
 def _add_raw(old: Raw, logits: Logits, start: Int32[Array, ""], ids: Canvas | None) -> Raw:
     """The figures of the logits with a chunk added, whose first id is `start`."""
     given, size = old.given, logits.shape[-1]
-    if given is not None:
+    if given is not None and ids is not None:
         inside = (ids >= start) & (ids < start + size)
         found = jnp.take_along_axis(logits, jnp.clip(ids - start, 0, size - 1)[..., None], axis=-1)[..., 0]
         given = jnp.where(inside, found, given)

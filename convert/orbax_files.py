@@ -165,8 +165,7 @@ def restore(
     args: dict[str, Any] = {}
     for index, keys in enumerate(wanted):
         insert(args, keys, ocp.RestoreArgs(restore_type=np.ndarray) if targets is None else _part_of(targets[index]))
-    if not (path / TREE).is_file():
-        raise ValueError(f"{path} is missing{AGAIN}")
+    _must_be_there(path)
     try:
         with _quiet():
             request = ocp.args.PyTreeRestore(item=args, restore_args=args, partial_restore=True)
@@ -184,14 +183,20 @@ def _part_of(target: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
 
 def headers(path: Path, wanted: list[tuple[str, ...]]) -> list[tuple[np.dtype, tuple[int, ...]]]:
     """Dtype and shape of the arrays at some keys of an Orbax checkpoint. ValueError if they cannot be read."""
+    _must_be_there(path)
     try:
         with _quiet():
             metadata = _checkpointer("restore").metadata(path.absolute()).item_metadata
-            tree = metadata.tree  # pyright: ignore[reportOptionalMemberAccess]  None fails as what is damaged does
+            tree = metadata.tree  # pyright: ignore[reportOptionalMemberAccess]  never None where there is one
             found = [leaf(tree, keys) for keys in wanted]
     except Exception as error:  # as in restore
         raise ValueError(f"{path} cannot be read ({first_line(error)}){AGAIN}") from error
     return [(np.dtype(one.dtype), tuple(one.shape)) for one in found]
+
+
+def _must_be_there(path: Path) -> None:
+    if not (path / TREE).is_file():
+        raise ValueError(f"{path} is missing{AGAIN}")
 
 
 def first_line(error: Exception) -> str:

@@ -127,6 +127,12 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+@pytest.mark.parametrize("read", [orbax_files.restore, orbax_files.headers])
+def test_an_item_that_is_not_there_is_missing_whoever_asks(tmp_path, read):
+    with pytest.raises(ValueError, match=r"weights/nothing is missing; "):
+        read(tmp_path / "weights/nothing", [("a",)])
+
+
 @pytest.mark.parametrize(("spoil", "words"), [(Path.unlink, "missing"), (cut, "cannot be read")])
 def test_a_missing_or_cut_shard_is_named(source, tmp_path, capsys, spoil, words):
     shards(source)

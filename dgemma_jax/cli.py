@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: without the program's name; None is the command line of this process.
     """
     _open_streams()
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        _Parser(prog=f"dgemma {args.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     if argv is None:
         # While modules are imported an exception would be lost in jax or leave them half-made.
         signal.signal(signal.SIGINT, lambda *_: leave(EXIT_INTERRUPTED))

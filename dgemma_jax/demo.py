@@ -1,6 +1,7 @@
 """What the bundled model shows in a minute: `python -m dgemma_jax.demo`."""
 
 import dgemma_jax as dg
+from dgemma_jax.program_cache import keep_programs
 
 SUDOKU = "Solve this sudoku:\n1...\n..3.\n.4..\n...2"
 
@@ -24,7 +25,8 @@ TOOLS = {tool.__name__: tool for tool in (get_weather, get_time, send_message)}
 
 
 def main() -> None:
-    print("The bundled model on this machine; the first answer waits until its programs are compiled.")
+    keep_programs()
+    print("The bundled model on this machine. Programs are compiled first: the first time that takes a minute.")
     model = dg.load("tiny")
     ask(SUDOKU)
     for event in model.stream([user(SUDOKU)], seed=3):

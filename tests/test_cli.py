@@ -66,6 +66,15 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 SHORT = ("--raw", "--max-new-tokens", "20", "--max-denoising-steps", "3", "--slots", "1")
 
 
+def test_an_unknown_option_points_to_the_help_of_its_command(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["generate", "a", "--stepz", "3"])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == (
+        "dgemma: error: unrecognized arguments: --stepz 3; see `dgemma generate --help`\n"
+    )
+
+
 def test_json_is_what_the_library_gives_and_the_same_bytes_each_time(loaded, capsys):
     arguments = ("w5 w6 w7", "w8", *SHORT, "--json", "--seed", "1")
     code, out, err = run(capsys, *arguments)

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dgemma_jax import cli_bench
 from dgemma_jax.program_cache import keep_programs
@@ -32,7 +32,13 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line."""
+    """An argparse parser whose errors are one line, from that of the command, which knows what it takes."""
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        found, unknown = super().parse_known_args(*arguments, **options)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_ERROR, f"dgemma: error: {message}; see `{self.prog} --help`\n")
@@ -45,9 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: without the program's name; None is the command line of this process.
     """
     _open_streams()
-    args, unknown = _parser().parse_known_args(argv)
-    if unknown:
-        _Parser(prog=f"dgemma {args.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # behind --version, too
+    except BrokenPipeError:  # such as `| head -1`; what is still buffered goes nowhere, without a complaint at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
     if argv is None:
         # While modules are imported an exception would be lost in jax or leave them half-made.
         signal.signal(signal.SIGINT, lambda *_: leave(EXIT_INTERRUPTED))
@@ -55,12 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format=("%(asctime)s " if args.command == "serve" else "") + "dgemma: %(message)s")
     logging.getLogger("dgemma_jax.api").setLevel(logging.INFO)
     try:
-        code = import_module(f"dgemma_jax.cli_{args.command}").run(args) or 0
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # such as `| head -1`; what is still buffered goes nowhere, without a complaint at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNREAD
+        return import_module(f"dgemma_jax.cli_{args.command}").run(args) or 0
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"dgemma: error: {error}", file=sys.stderr)
         return EXIT_ERROR

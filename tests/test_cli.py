@@ -66,13 +66,13 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 SHORT = ("--raw", "--max-new-tokens", "20", "--max-denoising-steps", "3", "--slots", "1")
 
 
-def test_an_unknown_option_points_to_the_help_of_its_command(capsys):
+@pytest.mark.parametrize("command", ["generate a", "bench serve"])
+def test_an_unknown_option_points_to_the_help_of_its_command(capsys, command):
     with pytest.raises(SystemExit) as exit:
-        main(["generate", "a", "--stepz", "3"])
+        main([*command.split(), "--stepz", "3"])
+    prog = f"dgemma {command.removesuffix(' a')}"
     assert exit.value.code == 2
-    assert capsys.readouterr().err == (
-        "dgemma: error: unrecognized arguments: --stepz 3; see `dgemma generate --help`\n"
-    )
+    assert capsys.readouterr().err == f"dgemma: error: unrecognized arguments: --stepz 3; see `{prog} --help`\n"
 
 
 def test_json_is_what_the_library_gives_and_the_same_bytes_each_time(loaded, capsys):
@@ -287,8 +287,9 @@ def test_closed_standard_streams_are_empty(closed):
     assert done.stderr.count("\n") == (0 if "2>&-" in closed else 1)
 
 
-def test_a_reader_that_has_enough_is_not_an_error():
-    program = "import sys; from dgemma_jax.cli import main; sys.exit(main(['inspect', 'tiny']))"
+@pytest.mark.parametrize("command", [["inspect", "tiny"], ["--version"]])
+def test_a_reader_that_has_enough_is_not_an_error(command):
+    program = f"import sys; from dgemma_jax.cli import main; sys.exit(main({command}))"
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as unread:

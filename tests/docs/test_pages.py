@@ -125,7 +125,12 @@ def test_the_server_answers_commands(name, command, port, folder):
     done = bash(command.text.replace(PORT, port), folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    if "chat/completions" in command.text:
+    if '"stream": true' in command.text:
+        *chunks, end = done.stdout.removesuffix("\n\n").split("\n\n")
+        deltas = [choice["delta"] for chunk in chunks for choice in json.loads(chunk.removeprefix("data: "))["choices"]]
+        assert end == "data: [DONE]"
+        assert "".join(delta.get("content") or "" for delta in deltas).startswith("January, February")
+    elif "chat/completions" in command.text:
         message = json.loads(done.stdout)["choices"][0]["message"]
         assert message["content"] == "4 93 7 12" or message["tool_calls"][0]["function"]["name"] == "get_weather"
 

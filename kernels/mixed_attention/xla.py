@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 from dgemma_jax.kernels.mixed_attention.ranges import Ranges, key_ranges
 from dgemma_jax.shapes import Array, Blocks, CachedKeys, Keys, Lengths, LogSums, Queries, RowMask
 
-CANVAS = 256  # most queries that are taken at once, each time with as many keys of the prefix
+CANVAS = 256  # most queries that are taken at once, each time with as many keys of the prefix, or the window's
 BLOCK = 64  # in a longer pass with a window: few keys outside the window of any query are looked at
 
 
@@ -55,7 +55,8 @@ def mixed_attention(
 ) -> tuple[Queries, LogSums]:
     """See `dgemma_jax.kernels.mixed_attention.mixed_attention`. canvas: see CANVAS.
 
-    block: queries, and keys, at a time where there are more queries than that; None: BLOCK with a window, else as many.
+    block: queries, and keys, at a time where there are more than `canvas` queries; None: BLOCK with a window, else
+    `canvas`.
     """
     B, T, N, H = q.shape
     K, S = k.shape[2], prefix_k.shape[1]

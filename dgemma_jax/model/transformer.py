@@ -174,19 +174,20 @@ class Transformer(nnx.Module):
         ropes = {"sliding": self.config.sliding_rope, "full": self.config.full_rope}
         shapes = {(layer.kind, layer.head_dim) for layer in self.config.layers}
         tables = {(kind, width): rotary_table(ropes[kind], width, positions) for kind, width in sorted(shapes)}
-        ks, vs = [], []
+        ks, vs, lengths = [], [], cache.lengths
         for spec, layer, prefix_k, prefix_v in zip(self.config.layers, self.layers, cache.k, cache.v, strict=True):
             table = tables[spec.kind, spec.head_dim]
             out, k, v = layer.attention(
-                layer.input_norm(x), table, prefix_k, prefix_v, cache.lengths, own_length, causal, blocks
+                layer.input_norm(x), table, prefix_k, prefix_v, lengths, own_length, causal, blocks
             )
             x = layer.feed_forward(x + layer.post_attention_norm(out), used) * layer.scalar(causal)
             if keep is not None:
                 # No number exceeds infinity. But XLA, which does not see that the buffers are read before they are
-                # written unless the place to write depends on what was read, would copy each of them twice.
-                start = cache.lengths + (out[:, 0, 0] > jnp.inf)
-                ks.append(write(prefix_k, k, start, keep, ring=spec.kind == "sliding"))
-                vs.append(write(prefix_v, v, start, keep, ring=spec.kind == "sliding"))
+                # written unless the place to write depends on what was read, would copy each of them twice. It writes
+                # at the end of the pass: one number of `out` lives until then, since the next layer asks for it.
+                lengths = lengths + (jax.lax.optimization_barrier(out[:, 0, 0]) > jnp.inf)
+                ks.append(write(prefix_k, k, lengths, keep, ring=spec.kind == "sliding"))
+                vs.append(write(prefix_v, v, lengths, keep, ring=spec.kind == "sliding"))
         if keep is not None:
             cache = replace(cache, k=tuple(ks), v=tuple(vs), lengths=cache.lengths + keep)
         return cache, self.final_norm(x)

@@ -99,18 +99,24 @@ def main() -> None:
     if options.target:
         print(json.dumps(measure(options.target)))
         return
-    report = {
-        "command": "python -m benchmarks.gpu_aot",
+    for target in TARGETS:
+        for name, figures in record(target).items():
+            print(target, name, figures)
+
+
+def record(target: str) -> dict:
+    """The figures of a target, which its entry in RESULTS then holds."""
+    figures = measure_apart(target)
+    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"targets": {}}
+    report |= {"command": "make gpu-aot", "model": "26B computing in bfloat16, 8192 positions a row, canvas 256"}
+    report["targets"][target] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("dgemma-jax", "jax", "jax-cuda13-plugin", "nvidia-cuda-nvcc")},
         "machine": f"{platform.machine()} without a GPU, Python {platform.python_version()}",
-        "model": "26B computing in bfloat16, 8192 cached positions a row, canvas 256",
-        "targets": {target: measure_apart(target) for target in TARGETS},
+        "programs": figures,
     }
-    for target, programs in report["targets"].items():
-        for name, figures in programs.items():
-            print(target, name, figures)
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    return figures
 
 
 def measure_apart(target: str) -> dict:

@@ -97,7 +97,7 @@ def test_the_compilers_figures_are_those_that_are_stored():
     stored = json.loads(gpu_aot.RESULTS.read_text())["targets"] if gpu_aot.RESULTS.exists() else {}
     assert set(stored) == {target for target, _ in TEMPORARIES} <= {gpu.compiled for gpu in GPUS.values()}
     for (target, weights), (one, more) in TEMPORARIES.items():
-        found = [stored[target][f"loop, {rows} rows, {weights}"]["temp_mib"] for rows in (1, 2)]
+        found = [stored[target]["programs"][f"loop, {rows} rows, {weights}"]["temp_mib"] for rows in (1, 2)]
         assert (one, more) == pytest.approx((found[0], found[1] - found[0])), (target, weights)
 
 

@@ -1,8 +1,11 @@
-"""The 26B programs compiled in bf16 for GPUs that are not there: memory, copies, kernels. `make gpu-aot` runs this."""
+"""The 26B programs compiled in bf16 for GPUs that are not there: memory, copies, kernels.
+
+`make gpu-aot` runs this, which also stores the figures in benchmarks/results/gpu_aot.json.
+"""
 
 import pytest
 
-from benchmarks.gpu_aot import MIB, TARGETS, measure_apart
+from benchmarks.gpu_aot import MIB, TARGETS, record
 from dgemma_jax.engine.hardware import WEIGHTS
 
 pytestmark = [pytest.mark.gpu_aot, pytest.mark.slow]
@@ -12,10 +15,7 @@ CANVAS_TIMES_VOCABULARY = 256 * 262_144
 @pytest.fixture(scope="module", params=TARGETS)
 def figures(request) -> dict:
     pytest.importorskip("jax_plugins.xla_cuda13", reason="jax's CUDA wheels compile for GPUs: make gpu-aot")
-    found = measure_apart(request.param)
-    for name, line in found.items():
-        print(request.param, name, line)
-    return found
+    return record(request.param)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

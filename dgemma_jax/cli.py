@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from dgemma_jax import cli_bench
+from dgemma_jax import cli_bench, cli_train
 from dgemma_jax.program_cache import keep_programs
 
 CHAT = "Talk with the model, at a terminal or over a pipe with a turn per line. /help lists what else it takes."
 CONVERT = "Write a model in another layout or dtype. A run that was interrupted goes on where it stopped."
+STEP = "Time one denoising step of a model here: rows with canvases behind cached positions."
 SERVE = "Serve a model over HTTP with OpenAI's interface, documented at /docs, and a page that shows the canvas at /."
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_UNREAD = 2, 130, 141
 
@@ -111,8 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands.add_parser("chat", help="talk in the terminal", description=CHAT))
     _add_convert(commands.add_parser("convert", help="write a model in another layout", description=CONVERT))
     _add_serve(commands.add_parser("serve", help="answer over HTTP", description=SERVE))
-    cli_bench.add_arguments(commands.add_parser("bench", help="measure a server", description="Measure a server."))
+    _add_bench(commands.add_parser("bench", help="measure a step or a server", description="Measure."))
     _add_inspect(commands.add_parser("inspect", help="tell what a model is", description="Tell what a model is."))
+    cli_train.add_arguments(commands.add_parser("train", help="train the bundled model", description="Train a model."))
     return parser
 
 
@@ -141,8 +143,8 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
+    _add_dtype(parser)
     add = parser.add_argument
-    add("--dtype", choices=("bfloat16", "float32", "float16"), help="of the weights (by default as they are stored)")
     add("--served-model-name", metavar="NAME", help="what requests call the model (by default as --model)")
     add("--max-num-seqs", "--slots", type=int, metavar="N", help="answers denoised together (by default what fits)")
     add("--max-model-len", type=int, metavar="N", help="longest prompt plus answer in tokens (by default what fits)")
@@ -164,6 +166,18 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="seconds between two lines of figures (%(default)g)",
     )
     add("--vllm-metric-names", action="store_true", help="add vLLM's series to /metrics, and log its line")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    step = benchmarks.add_parser("step", help="one denoising step", description=STEP)
+    _add_model(step)
+    _add_dtype(step)
+    add = step.add_argument
+    add("--slots", type=int, default=1, metavar="N", help="canvases denoised together (%(default)s)")
+    add("--prefix", type=int, default=64, metavar="N", help="cached positions before each canvas (%(default)s)")
+    add("--json", action="store_true", help="one JSON object")
+    cli_bench.add_serve(benchmarks.add_parser("serve", help="a running server under load", description=cli_bench.SERVE))
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -212,6 +226,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--expert-parallel-size", type=int, default=1, metavar="N", help="devices that share experts and vocabulary")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share these, heads and MLPs")
     add("--pipeline-parallel-size", type=int, default=1, metavar="N", help="must be 1")
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    choices = ("bfloat16", "float32", "float16")
+    parser.add_argument("--dtype", choices=choices, help="of the weights (by default as they are stored)")
 
 
 def _add_model_and_knobs(parser: argparse.ArgumentParser) -> None:

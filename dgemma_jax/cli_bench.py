@@ -1,4 +1,4 @@
-"""`dgemma bench serve`: measure a running server, ours or vLLM, under load."""
+"""`dgemma bench`: `step` is in `cli_bench_step`; `serve` measures a running server, ours or vLLM, under load."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ ROWS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommands of `dgemma bench` and their flags."""
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    add = benchmarks.add_parser("serve", help="a running server under load", description=SERVE).add_argument
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """The flags of `dgemma bench serve`."""
+    add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="the server (%(default)s)")
     add("--model", metavar="NAME", help="the name that requests ask for (by default the server's first)")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
@@ -57,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; 1 if some requests failed. ValueError or OSError for what cannot begin."""
+    if args.benchmark == "step":
+        from dgemma_jax.cli_bench_step import run as run_step
+
+        return run_step(args)
     if args.request_rate is not None and args.max_concurrency is not None:
         raise ValueError("--request-rate sends whether answers come or not; drop it or --max-concurrency")
     if args.prompts is not None and args.input_words is not None:

@@ -1,8 +1,9 @@
-"""Trains the bundled model: `python -m dgemma_jax.train.tiny`, four to five hours on two free cores.
+"""Trains the bundled model: `dgemma train tiny` or `python -m dgemma_jax.train.tiny`, four to five hours on two free
+cores.
 
 It saves its state every two minutes and goes on from there when started again, so it may be stopped at any time:
 
-    nohup python -m dgemma_jax.train.tiny > tiny.log 2>&1 &
+    nohup dgemma train tiny > tiny.log 2>&1 &
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dgemma_jax.cli_train import add_tiny
 from dgemma_jax.config import Config, tiny
 from dgemma_jax.model.transformer import DIFFERENTIABLE, build
 from dgemma_jax.train import checkpoint, data, sight, trainer
@@ -27,7 +29,6 @@ from dgemma_jax.train.init import initial_params
 from dgemma_jax.train.loss import Objective, diffusion_loss
 from dgemma_jax.train.optim import optimizer
 
-ASSETS = Path(__file__).parents[1] / "assets" / "tiny"
 SEED = 0
 SIGHT_STEPS, SIGHT = 1500, {"shape": 32, "dots": 32}
 SAVE_EVERY_S = 120
@@ -92,13 +93,17 @@ STAGES = (
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dgemma_jax.train.tiny", description="Train the bundled model.")
-    parser.add_argument("--out", type=Path, default=ASSETS, help="model directory to write (%(default)s)")
-    parser.add_argument("--run", type=Path, default=Path("runs/tiny"), help="where its state lies (%(default)s)")
+    add_tiny(parser)
     options = parser.parse_args(arguments)
-    jax.config.update("jax_compilation_cache_dir", str(options.run.absolute() / "compiled"))
-    params = run(STAGES, options.run)
-    export(options.out, tiny(), params, vocabulary.build(), card(params, tiny()))
-    print(f"written to {options.out}", flush=True)
+    train(options.out, options.run)
+
+
+def train(out: Path, directory: Path) -> None:
+    """Trains, with the state in `directory`, and writes the model to `out`."""
+    jax.config.update("jax_compilation_cache_dir", str(directory.absolute() / "compiled"))
+    params = run(STAGES, directory)
+    export(out, tiny(), params, vocabulary.build(), card(params, tiny()))
+    print(f"written to {out}", flush=True)
 
 
 def run(stages: tuple[Stage, ...], directory: Path) -> dict:

@@ -75,7 +75,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
-        print(f"dgemma: error: {error}", file=sys.stderr)
+        lines = (line.strip() for line in str(error).splitlines())  # one for each of several problems
+        print(f"dgemma: error: {'; '.join(lines)}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         if argv is None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from rich.console import Console
 import dgemma_jax as dg
 from dgemma_jax import cli_watch
 from dgemma_jax.cli import main
+from dgemma_jax.cli_train import OUT
 from dgemma_jax.events import Canvas, Completion, Draft, Finished
 from dgemma_jax.text import Tokenizer, encode_chat
 from tests.parity.checkpoints import NARROW, write
@@ -149,6 +151,17 @@ def test_damaged_weights(capsys, directory, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes()[:-1])
     code, _, err = run(capsys, "w5", "--model", str(tmp_path))
     assert code == 2 and err.count("\n") == 1 and "model.safetensors cannot be read" in err
+
+
+def test_a_config_that_contradicts_the_tensors_is_one_line_however_many_do_not_fit(capsys, tmp_path):
+    shutil.copytree(OUT, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["moe_intermediate_size"] = 31
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = run(capsys, "w5", "--model", str(tmp_path))
+    assert code == 2 and err.count("\n") == 1 and "the weights do not fit" in err and "; " in err
+    with pytest.raises(ValueError, match="\n  "):
+        dg.load(tmp_path)
 
 
 @pytest.mark.parametrize("arguments", [["--seed", "x"], ["--unknown"], []])

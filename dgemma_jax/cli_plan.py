@@ -40,7 +40,8 @@ def plan(args: Namespace) -> None:
     check_fits(found, slots, length)
     if args.json:
         rates = {f"{count:g}": found.rate(count) for count in steps}
-        print(json.dumps(asdict(found) | {"left": found.left, "tokens_per_second_by_steps": rates}))
+        told = asdict(found) | {"origin": found.origin, "left": found.left, "tokens_per_second_by_steps": rates}
+        print(json.dumps(told))
         return
     for line in lines(found, args.weights or stored, slots, length, steps):
         print(line)

@@ -67,6 +67,7 @@ def test_the_plan_of_the_release(release, capsys):
     found = json.loads(capsys.readouterr().out)
     parts = ("weights", "cache", "prefixes", "aside", "states", "temporaries", "left")
     assert sum(found[part] for part in parts) == pytest.approx(found["usable"]) == 0.9 * 141e9
+    assert found["origin"].startswith("measured by" if found["compiled"] else "computed")
     assert list(found["tokens_per_second_by_steps"]) == ["8", "16", "48"]
 
 

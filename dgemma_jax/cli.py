@@ -149,6 +149,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="what requests call the model (by default as --model)")
     add("--max-num-seqs", "--slots", type=int, metavar="N", help="answers denoised together (by default what fits)")
     add("--max-model-len", type=int, metavar="N", help="longest prompt plus answer in tokens (by default what fits)")
+    add("--memory-fraction", type=float, metavar="X", help="part of JAX's memory to fill (by default 0.9)")
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on (%(default)s); 0 takes a free one")

@@ -61,7 +61,9 @@ def lines(found: Estimate, weights: str, slots: int, length: int, steps: Sequenc
     yield f"gpu         {gpu.name}: {gpu.memory / GB:,.0f} GB, {gpu.bandwidth / TERA:.3g} TB/s, " + (
         f"{gpu.operations / TERA:,.4g} TFLOP/s dense in bf16 (data sheet)"
     )
-    yield f"usable      {found.usable / GB:,.1f} GB, {gpu.fraction:.0%} (computed)"
+    yield f"usable      {found.usable / GB:,.1f} GB, {gpu.fraction:.0%}: an engine's under XLA_CLIENT_MEM_FRACTION=" + (
+        f"{gpu.fraction:g} with memory_fraction 1; else JAX takes 75 %, of which an engine fills 90 % (computed)"
+    )
     yield f"weights     {found.weights / GB:,.2f} GB in {weights} (computed)"
     yield f"cache       {found.cache / slots / GB:,.3f} GB for {length:,} positions, " + (
         f"{found.cache / GB:,.2f} GB for {slots} slots, {found.prefixes / GB:,.2f} GB for encoded prompts, "

@@ -50,15 +50,17 @@ def run(args: Namespace) -> int:
         raise ValueError(f"serving needs more packages ({error}); pip install 'dgemma-jax[serve]'") from None
     with _bound(args.host, args.port) as listener:
         import dgemma_jax as dg
+        from dgemma_jax.engine.capacity import MEMORY_FRACTION
 
         logging.getLogger("dgemma_jax").setLevel(logging.INFO)
         mesh = mesh_of(args)
-        _check_fits(args, mesh)
+        fraction = MEMORY_FRACTION if args.memory_fraction is None else args.memory_fraction
+        _check_fits(args, mesh, fraction)
         how = {"attention_implementation": args.attention_implementation, "mesh": mesh}
         model = dg.load(args.model, args.dtype, args.max_model_len, **how)
         if model.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer.json; a server needs one, for text and for chats")
-        engine = dg.Engine(model, args.max_num_seqs, max_model_len=args.max_model_len)
+        engine = dg.Engine(model, args.max_num_seqs, max_model_len=args.max_model_len, memory_fraction=fraction)
         app = create_app(
             engine,
             args.served_model_name or args.model,
@@ -150,6 +152,8 @@ def _checked(args: Namespace) -> str | None:
     for name in ("max_queue", "max_images", "shutdown_timeout"):
         if not getattr(args, name) >= 0:
             raise ValueError(f"{_flag(name)} is {getattr(args, name)}; expected 0 or more")
+    if args.memory_fraction is not None and not 0 < args.memory_fraction <= 1:
+        raise ValueError(f"--memory-fraction is {args.memory_fraction}; expected above 0 and at most 1")
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port is {args.port}; expected 0 .. 65535, 0 for any that is free")
     source, key = (
@@ -164,12 +168,12 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_fits(args: Namespace, mesh: Mesh | None) -> None:
+def _check_fits(args: Namespace, mesh: Mesh | None, fraction: float) -> None:
     """ValueError, with the bytes, if what is asked for will not fit beside the weights: the engine's own plan."""
     import jax
 
     from dgemma_jax.checkpoint import dtype_name, open_directory
-    from dgemma_jax.engine.capacity import MEMORY_FRACTION, context, plan
+    from dgemma_jax.engine.capacity import context, plan
     from dgemma_jax.model.transformer import build
     from dgemma_jax.sharding import share
 
@@ -179,7 +183,7 @@ def _check_fits(args: Namespace, mesh: Mesh | None) -> None:
     params = jax.tree.leaves(build(config, dtype, mesh=mesh)[1])
     weights = sum(share(leaf) * leaf.dtype.itemsize for leaf in params)
     longest = config.max_position_embeddings
-    plan(config, dtype, args.max_num_seqs, length, longest, None, MEMORY_FRACTION, weights, mesh)
+    plan(config, dtype, args.max_num_seqs, length, longest, None, fraction, weights, mesh)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -62,6 +62,7 @@ def test_the_plan_of_the_release(release, capsys):
     assert all(any(source in line for source in sources) for line in lines), lines
     names = ["gpu", "usable", "weights", "cache", "state", "a step", "left", "a pass", "tokens/s"]
     assert [line[:12].strip() for line in lines] == names
+    assert "XLA_CLIENT_MEM_FRACTION=0.9 with memory_fraction 1" in lines[1]
     assert "26.49 GB in int8" in lines[2] and "3.02 GB for 8" in lines[3]
     assert main(["inspect", *arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -103,5 +103,8 @@ def test_the_compilers_figures_are_those_that_are_stored():
         assert (one, more) == pytest.approx((found[0], found[1] - found[0])), (target, weights)
 
 
-def test_the_table_of_the_documentation_is_what_the_script_prints():
-    assert memory_plan.BEGIN + memory_plan.table() + memory_plan.END in memory_plan.PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("page", "table"), [(memory_plan.PAGE, memory_plan.table), (memory_plan.README, memory_plan.short_table)]
+)
+def test_the_tables_of_the_pages_are_what_the_script_makes(page, table):
+    assert memory_plan.BEGIN + table() + memory_plan.END in page.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """Speed of ResponseStream on one core, in MB of model output per second of CPU time.
 
-    python benchmarks/text_stream.py
+    python -m benchmarks.text_stream
 
 Three kinds of output, each fed in canvases (1,000 characters, about 256 tokens) and in tokens (4 characters): prose
 with thoughts; calls that write files; calls of many small arguments. Best of five runs.

@@ -4,13 +4,16 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+RUN = {"capture_output": True, "text": True, "check": True}
 HEAVY = ("jax", "flax", "numpy", "tokenizers", "transformers", "rich")
 
 
@@ -66,22 +69,32 @@ def test_the_wheel_that_is_made_of_the_sdist_runs_elsewhere(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
     subprocess.run([*command, "--wheel-dir", str(tmp_path), str(unpacked)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        archive.extractall(site)
     top = {name.split("/")[0] for name in names}
     assert top == {"dgemma_jax", next(name for name in top if name.endswith(".dist-info"))}
     assert "dgemma_jax/kernels/mixed_attention/reference.py" in names
     assert "dgemma_jax/convert/hf.py" in names
     assert "dgemma_jax/assets/tiny/model.safetensors" in names
     assert "dgemma_jax/serve/static/index.html" in names
-    code = (
-        "import sys, dgemma_jax; print(dgemma_jax.__file__, flush=True)\n"
-        "from dgemma_jax.cli import main\n"
-        "sys.argv[1:] = ['generate', 'Reverse this list: 12 7 93 4', '--seed', '1']\n"
-        "sys.exit(main())"
+    home = installed(wheel, tmp_path / "env")
+    where = {"cwd": tmp_path, "env": {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}}
+    found = subprocess.run(
+        [home / "python", "-c", "import dgemma_jax; print(dgemma_jax.__file__)"], **RUN, **where
+    ).stdout
+    assert Path(found).is_relative_to(home.parent)
+    answer = subprocess.run(
+        [home / "dgemma", "generate", "Reverse this list: 12 7 93 4", "--seed", "1"], **RUN, **where
     )
-    where, answer = python(code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}).splitlines()
-    assert Path(where).is_relative_to(site)
-    assert answer == "4 93 7 12"
+    assert answer.stdout == "4 93 7 12\n"
+
+
+def installed(wheel: Path, home: Path) -> Path:
+    """The programs of a virtual environment that has the wheel, and what it needs from the environment of the tests."""
+    venv.create(home, with_pip=False)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    # By its path alone, so that the editable installation of the tests, which another .pth makes, is not seen.
+    (site / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    command = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install"]
+    subprocess.run([*command, "--no-deps", "--no-index", "--force-reinstall", "--quiet", wheel], check=True)
+    return home / "bin"

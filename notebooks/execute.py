@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 from dgemma_jax.program_cache import keep_programs
 
 HERE = Path(__file__).parent
-SECONDS = 60  # that a cell may take
+SECONDS = 60  # per cell, with room for a busy machine; nothing limits the whole notebook
 
 
 def notebooks() -> list[Path]:

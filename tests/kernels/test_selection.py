@@ -102,14 +102,16 @@ def test_every_tile_has_its_bytes():
     assert [list(by_width) for by_width in selection.TILE_BYTES.values()] == [list(TILES)] * 2
 
 
+@pytest.mark.gpu_offline
+@pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("width", TILES)
 def test_tiles_take_no_more_shared_memory_than_stated(width, dtype, itemsize):
     pytest.importorskip("triton", reason="the triton wheel compiles the kernel; install it to run this")
-    from dgemma_jax.kernels.mixed_attention.offline import GPUS, Case, compile_kernel
+    from dgemma_jax.kernels.mixed_attention.offline import GPUS, Case, compile_pallas
 
     case = Case("", H=width, K=2, S=8192, window=None, dtype=dtype)
-    most = max(compile_kernel(case.lower(gpu.kind), gpu).shared for gpu in GPUS.values())
+    most = max(compile_pallas(case, gpu).shared for gpu in GPUS.values())
     assert most <= selection.TILE_BYTES[itemsize][width]
 
 

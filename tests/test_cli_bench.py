@@ -58,7 +58,6 @@ def test_the_figures_are_a_table_for_people(directory, capsys, monkeypatch):
         (("--slots", -3), "slots is -3; expected 1"),
         (("--prefix", -1), "prefix is -1; expected 0 .. 4095"),
         (("--prefix", 4096), "prefix is 4096; expected 0 .. 4095"),
-        (("--slots", 65_536, "--prefix", 4000), "65536 slots of 4,032 positions take"),
         (("--attention-implementation", "sdpa"), "attention_implementation is 'sdpa'"),
         (("--pipeline-parallel-size", 2), "pipeline_parallel_size is 2"),
     ],
@@ -67,6 +66,12 @@ def test_what_cannot_be_measured_is_one_line(capsys, arguments, expected):
     code, out, err = step(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("dgemma: error: ") and expected in err
+
+
+def test_slots_that_memory_does_not_hold_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr("dgemma_jax.engine.capacity.free_bytes", lambda *_, **__: 1 << 20)
+    code, _, err = step(capsys, "--slots", 8)
+    assert code == 2 and "8 slots of 96 positions take" in err.splitlines()[-1]
 
 
 def test_training_is_the_trainers(monkeypatch, tmp_path, capsys):

@@ -329,6 +329,23 @@ def test_logits_of_all_ids_exist_for_a_few_positions_only():
     assert [xla.positions_at_once(C, 96) for C in (1, 2, 9, 16)] == [1, 1, 2, 4]
 
 
+@pytest.mark.parametrize(
+    ("positions", "width", "dtype", "tiles"),
+    [(256, 2816, "bfloat16", 3), (256, 2816, "float32", 2), (64, 2816, "bfloat16", 4), (16, 64, "bfloat16", 73)],
+)
+def test_a_chunk_is_the_longest_whose_temporaries_fit(positions, width, dtype, tiles):
+    """Five fp32 numbers per position and id, and a copy of the ids' rows of the table: at most 64 MiB together."""
+    chunk = xla.chunk_size(positions, (262144, width), jnp.dtype(dtype))
+    of_an_id = 5 * 4 * positions + width * jnp.dtype(dtype).itemsize
+    assert chunk == tiles * TILE and chunk * of_an_id <= 64 * 2**20 < (chunk + TILE) * of_an_id
+
+
+def test_a_chunk_is_no_less_than_a_tile_and_no_more_than_the_vocabulary():
+    sizes = [(10**6, 262144), (16, 96), (16, TILE), (16, TILE + 1)]
+    chunks = [xla.chunk_size(positions, (vocab, 64), jnp.dtype("bfloat16")) for positions, vocab in sizes]
+    assert chunks == [TILE, TILE, TILE, 2 * TILE]
+
+
 @each
 def test_log_probabilities_of_given_ids(implementation):
     """Without temperature, mask or cut, whatever these are."""

@@ -5,6 +5,7 @@ reference is transformers' ``generate()`` fed with our random stream.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import dgemma_jax as dg
 from dgemma_jax.diffusion import policy, random
 from dgemma_jax.diffusion import step as step_module
+from dgemma_jax.diffusion.step import CanvasState
 from dgemma_jax.sampling import BUILT_IN
 
 from . import replay
@@ -60,56 +62,75 @@ WRONG_POLICIES = {
     "stops without confidence": {"stop": stop_without_confidence},
     "rejected proposals are kept": {"renoise": keep_rejected_proposals},
 }
-WRONG_CONDITIONING = {
-    "conditioning is dropped": lambda now, previous: jnp.zeros_like(now),
-    "conditioning is one step late": lambda now, previous: previous,
+# Of the figures of a pass, what it was conditioned on, and a function that gives the figures at temperature 1.
+WRONG_FIGURES = {
+    "conditioning is dropped": lambda stats, soft, untempered: replace(stats, soft=jnp.zeros_like(stats.soft)),
+    "conditioning is one step late": lambda stats, soft, untempered: replace(stats, soft=soft),
+    "entropies are untempered": lambda stats, soft, untempered: replace(stats, entropy=untempered().entropy),
 }
 
 
 @pytest.fixture(scope="module")
 def expected(pair_of):
-    """The first canvas of the reference, its steps, and our cache behind the prompts."""
+    """Two canvases of the reference: (tokens, steps) of each."""
+    found = reference(pair_of(FREE.model), replace(FREE, canvases=2))
+    return list(zip(np.split(found.tokens, 2, axis=1), found.steps, strict=True))
+
+
+@pytest.fixture(scope="module")
+def caches(pair_of, expected):
+    """What is in front of each of the two canvases: the prompts, then the first canvas as well."""
     pair = pair_of(FREE.model)
-    found = reference(pair, replace(FREE, canvases=1))
-    cache, _ = pair.ours.prompt(prompts(pair.shape, ROWS), 64)
-    return found.tokens, found.steps[0], cache
+    prompt, _ = pair.ours.prompt(prompts(pair.shape, ROWS), 64)
+    return prompt, pair.ours.encode(expected[0][0], np.full(ROWS, pair.shape.canvas), prompt)[0]
 
 
-def denoise_canvas(monkeypatch, ours, cache, wrong: dict, conditioning=None):
-    """One canvas by our step function under a policy: argmax tokens, last noisy canvas, steps."""
+def denoise_canvas(monkeypatch, ours, cache, policies=None, figures=None, index=0, soft=None) -> CanvasState:
+    """One canvas by our step function under a policy. soft: what it begins with instead of nothing."""
 
     def network(graph, params, canvas, cache, soft, temperature, keys, **_):
-        stats = ours.denoise(canvas, cache, soft, temperature, keys)
-        return replace(stats, soft=conditioning(stats.soft, soft)) if conditioning else stats
+        at = lambda temperature: ours.denoise(canvas, cache, soft, temperature, keys)  # noqa: E731
+        stats = at(temperature)
+        return figures(stats, soft, lambda: at(jnp.ones_like(temperature))) if figures else stats
 
     monkeypatch.setattr(step_module, "denoise", network)
-    config, first = ours.config, jnp.zeros(ROWS, jnp.int32)
+    config, which = ours.config, jnp.full(ROWS, index, jnp.int32)
     keys = jnp.stack([random.key_from_seed(seed) for seed in seeds(FREE)])
     knobs = policy.Knobs.of([dg.Sampling(**FREE.settings).merged(BUILT_IN)] * ROWS)
-    state = step_module.start(config, keys, first, jnp.ones(ROWS, bool), config.dtype)
+    state = step_module.start(config, keys, which, jnp.ones(ROWS, bool), config.dtype)
+    state = state if soft is None else replace(state, soft=soft)
     suppress = jnp.zeros((ROWS, config.vocab_size), bool)
     while bool(state.running.any()):
         state = step_module.step(
-            ours.graph, ours.params, cache, state, keys, first, knobs, suppress, dg.Policy(**wrong)
+            ours.graph, ours.params, cache, state, keys, which, knobs, suppress, dg.Policy(**policies or {})
         )
-    return np.asarray(state.best), np.asarray(state.canvas), np.asarray(state.steps)
+    return state
 
 
-def agrees(expected, tokens, steps) -> bool:
-    return np.array_equal(tokens, expected[0]) and np.array_equal(steps, expected[1])
+def agrees(expected, state: CanvasState) -> bool:
+    tokens, steps = expected
+    return np.array_equal(state.best, tokens) and np.array_equal(state.steps, steps)
 
 
-def test_without_a_mutation_all_agree(pair_of, expected, monkeypatch):
+def test_without_a_mutation_all_agree(pair_of, expected, caches, monkeypatch):
     """And what is committed is the argmax, not the noisy canvas of the last step."""
-    best, canvas, steps = denoise_canvas(monkeypatch, pair_of(FREE.model).ours, expected[2], {})
-    assert agrees(expected, best, steps)
-    assert not np.array_equal(canvas, best)
+    state = denoise_canvas(monkeypatch, pair_of(FREE.model).ours, caches[0])
+    assert agrees(expected[0], state)
+    assert not np.array_equal(state.canvas, state.best)
+
+
+def test_conditioning_that_outlives_its_canvas_is_noticed(pair_of, expected, caches, monkeypatch):
+    """The second canvas agrees if it begins with none, and not with what the first one ended with."""
+    denoise = partial(denoise_canvas, monkeypatch, pair_of(FREE.model).ours)
+    first = denoise(caches[0])
+    assert agrees(expected[1], denoise(caches[1], index=1))
+    assert not agrees(expected[1], denoise(caches[1], index=1, soft=first.soft))
 
 
 @pytest.mark.parametrize("name", WRONG_POLICIES)
-def test_wrong_policy_is_noticed(pair_of, expected, monkeypatch, name):
-    best, _, steps = denoise_canvas(monkeypatch, pair_of(FREE.model).ours, expected[2], WRONG_POLICIES[name])
-    assert not agrees(expected, best, steps)
+def test_wrong_policy_is_noticed(pair_of, expected, caches, monkeypatch, name):
+    state = denoise_canvas(monkeypatch, pair_of(FREE.model).ours, caches[0], WRONG_POLICIES[name])
+    assert not agrees(expected[0], state)
 
 
 @pytest.mark.parametrize("steps", [2, 6, 48])
@@ -123,8 +144,7 @@ def test_schedule_equals_transformers(steps):
         assert rel(wrong(made, knobs), expected) > 5e-3
 
 
-@pytest.mark.parametrize("name", WRONG_CONDITIONING)
-def test_wrong_conditioning_is_noticed(pair_of, expected, monkeypatch, name):
-    wrong = WRONG_CONDITIONING[name]
-    best, _, steps = denoise_canvas(monkeypatch, pair_of(FREE.model).ours, expected[2], {}, wrong)
-    assert not agrees(expected, best, steps)
+@pytest.mark.parametrize("name", WRONG_FIGURES)
+def test_wrong_figures_are_noticed(pair_of, expected, caches, monkeypatch, name):
+    state = denoise_canvas(monkeypatch, pair_of(FREE.model).ours, caches[0], figures=WRONG_FIGURES[name])
+    assert not agrees(expected[0], state)

@@ -40,6 +40,7 @@ class Shape:
     layers: str
     rotary: float = 0.25
     softcap: float = 30.0
+    context: int = 512
     eps: float = 1e-6
     embedding_std: float = 0.4
     branch: float = 1.0
@@ -63,6 +64,8 @@ WIDE = Shape(
 # Canvases converge within some steps, and not all rows at once: for tests of stopping.
 CALM = replace(NARROW, name="calm", branch=0.4, feedback=0.5, embedding_std=0.6, seed=31)
 CALM_WIDE = replace(WIDE, name="calm_wide", branch=0.3, feedback=0.5, embedding_std=0.6, vision=False, seed=37)
+# Canvases of the lengths in use, many windows long; few layers, because each takes programs of its own.
+CALM_64, CALM_256 = (replace(CALM, name=f"calm_{n}", canvas=n, context=1024, layers="SF") for n in (64, 256))
 
 # With an image tower; canvases converge. An image of 6 x 8 patches is longer than the window.
 PICTURES = replace(CALM, name="pictures", vision=True, layers="SSF", seed=41)
@@ -94,7 +97,7 @@ def hf_config(shape: Shape) -> dict:
         "top_k_experts": shape.top_k,
         "moe_intermediate_size": shape.expert_width,
         "sliding_window": shape.window,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": shape.context,
         "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": shape.eps,
         "final_logit_softcapping": shape.softcap,

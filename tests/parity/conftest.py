@@ -9,7 +9,8 @@ from .ours import Ours
 from .pairs import Pair
 
 FORWARD = (checkpoints.NARROW, checkpoints.WIDE)
-OTHERS = (checkpoints.CALM, checkpoints.CALM_WIDE, checkpoints.PICTURES, checkpoints.CLIPPED)
+CALM = (checkpoints.CALM, checkpoints.CALM_WIDE, checkpoints.CALM_64, checkpoints.CALM_256)
+OTHERS = (*CALM, checkpoints.PICTURES, checkpoints.CLIPPED)
 SHAPES = {shape.name: shape for shape in (*FORWARD, *OTHERS)}
 
 

@@ -156,14 +156,28 @@ def stored(tmp_path_factory):
     return root
 
 
+UNEVEN = {
+    "2 devices": ["3 K/V heads of sliding layers", "3 K/V heads of full layers"],
+    "3 devices": ["56 columns of the self-conditioning MLP", "56 columns of the dense MLPs"],
+}
+
+
 @pytest.mark.parametrize("axes", [{"expert": 2, "tensor": 2}, {"tensor": 3}], ids=str)
 @pytest.mark.parametrize("layout", ["hf", "orbax"])
-def test_each_device_reads_its_part(stored, monkeypatch, layout, axes):
+def test_each_device_reads_its_part(stored, monkeypatch, caplog, layout, axes):
     """The values of one device; and of a tensor that is cut no more than a part is put in order at a time."""
     expected, mesh = dg.load(stored / layout), dg.make_mesh(**axes)
     seen, owned = [], parts.owned
     monkeypatch.setattr(parts, "owned", lambda view, dtype: seen.append(view.size) or owned(view, dtype))
     got = dg.load(stored / layout, mesh=mesh)
+    devices = f"{axes['tensor']} devices"
+    said = [record.getMessage() for record in caplog.records if record.name == "dgemma_jax.api"]
+    replicated = [line for line in said if line.endswith(": replicated")]
+    assert replicated == [f"mesh: {what} do not divide over {devices} (tensor): replicated" for what in UNEVEN[devices]]
+    assert [line.split(" are filled up to ")[0] for line in said if line not in replicated] == [
+        "mesh: 10 experts",
+        "mesh: 2500 ids",
+    ]
 
     def check(array: jax.Array, whole: jax.Array) -> None:
         held, beyond = np.asarray(array), np.ones(array.shape, bool)

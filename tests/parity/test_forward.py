@@ -10,7 +10,7 @@ import pytest
 from dgemma_jax.config import Config
 from dgemma_jax.model.transformer import Implementations, build
 
-from . import checkpoints, stream
+from . import stream
 from .ours import Ours, rel
 from .pairs import COMMITS, TEMPERATURE, WIDTH, Pair
 
@@ -32,13 +32,19 @@ def assert_logits(ours, reference, what: str) -> float:
     return error
 
 
-def assert_answers(pair: Pair, canvas, cache, expected, rows=slice(None)) -> None:
+def assert_answers(ours: Ours, canvas, cache, expected) -> None:
     """Logits without self-conditioning, and with that of our own first pass."""
-    plain = pair.ours.logits(canvas, cache)
-    soft = pair.ours.soft(plain / TEMPERATURE)
-    conditioned = pair.ours.logits(canvas, cache, soft)
-    assert_logits(plain[rows], expected.plain, "logits")
-    assert_logits(conditioned[rows], expected.conditioned, "self-conditioned logits")
+    plain = ours.logits(canvas, cache)
+    conditioned = ours.logits(canvas, cache, ours.soft(plain / TEMPERATURE))
+    assert_logits(plain, expected.plain, "logits")
+    assert_logits(conditioned, expected.conditioned, "self-conditioned logits")
+
+
+def assert_cached(ours: Ours, cache, row: int, layers, what: str) -> None:
+    """Keys and values of a row, layer by layer."""
+    for layer, expected in enumerate(layers):
+        for name, found, reference in zip(("keys", "values"), ours.unroll(cache, layer, row), expected, strict=True):
+            assert_close(found, reference, f"{name} of layer {layer}, {what}")
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +71,7 @@ def test_cache_of_every_length(pair, encoded):
     cache, _ = encoded(pair)
     assert cache.lengths.tolist() == [len(prompt) for prompt in pair.prompts]
     for index, expected in enumerate(pair.single):
-        for layer, (k, v) in enumerate(expected["layers"]):
-            ours = pair.ours.unroll(cache, layer, index)
-            assert_close(ours[0], k, f"keys of layer {layer}, {len(pair.prompts[index])} tokens")
-            assert_close(ours[1], v, f"values of layer {layer}, {len(pair.prompts[index])} tokens")
+        assert_cached(pair.ours, cache, index, expected["layers"], f"{len(pair.prompts[index])} tokens")
 
 
 def test_logits_of_every_length(pair, encoded):
@@ -84,18 +87,25 @@ def test_logits_of_every_length(pair, encoded):
 
 @pytest.mark.parametrize("name", ["reference", "pallas"])
 def test_other_implementations(pair_of, name):
-    """The definitions of all ops, and the interpreted kernels; everything else here runs what auto takes."""
+    """The definitions of all ops, and the interpreted kernels; everything else here runs what auto takes.
+
+    A prompt, a commit behind it, and the logits behind both; the head has a definition and no kernel.
+    """
     pair = pair_of("narrow")
-    graph, _ = build(pair.ours.config, implementations=Implementations(attention=name, experts=name))
+    head = name if name == "reference" else "auto"
+    graph, _ = build(pair.ours.config, implementations=Implementations(attention=name, experts=name, head=head))
     ours = Ours(graph, pair.ours.params, pair.ours.config)
     cache, hidden = ours.prompt(pair.prompts, WIDTH)
     for index, (prompt, expected) in enumerate(zip(pair.prompts, pair.single, strict=True)):
         assert_close(hidden[index, : len(prompt)], expected["hidden"], f"hidden states, {len(prompt)} tokens")
-    plain = ours.logits(pair.canvases[0], cache)
-    conditioned = ours.logits(pair.canvases[0], cache, ours.soft(plain / TEMPERATURE))
-    for index, expected in enumerate(pair.single):
-        assert_logits(plain[index], expected["answers"].plain[0], "logits")
-        assert_logits(conditioned[index], expected["answers"].conditioned[0], "self-conditioned logits")
+        assert_cached(ours, cache, index, expected["layers"], f"{len(prompt)} tokens")
+    assert_answers(ours, pair.canvases[0], cache, pair.ragged["answers"][0])
+    if name == "reference":
+        assert_head(pair, ours, cache)
+    cache, hidden = ours.encode(pair.commits[0], np.full(len(pair.prompts), pair.shape.canvas), cache)
+    assert_close(hidden, pair.ragged["committed"][0], "states of a commit")
+    assert_cached(ours, cache, len(pair.prompts) - 1, pair.deep["layers"][0], "a commit")
+    assert_answers(ours, pair.canvases[1], cache, pair.ragged["answers"][1])
 
 
 def test_one_row_without_padding(pair_of):
@@ -103,7 +113,7 @@ def test_one_row_without_padding(pair_of):
     pair = pair_of("narrow")
     cache, hidden = pair.ours.prompt(pair.prompts[-1:], len(pair.prompts[-1]))
     assert_close(hidden[0], pair.single[-1]["hidden"], "hidden states")
-    assert_answers(pair, pair.canvases[0, -1:], cache, pair.single[-1]["answers"])
+    assert_answers(pair.ours, pair.canvases[0, -1:], cache, pair.single[-1]["answers"])
 
 
 def test_unequal_rows_against_left_padding(pair, encoded):
@@ -111,7 +121,7 @@ def test_unequal_rows_against_left_padding(pair, encoded):
     cache, hidden = encoded(pair)
     for index, prompt in enumerate(pair.prompts):
         assert_close(hidden[index, : len(prompt)], pair.ragged["hidden"][index][pair.ragged["mask"][index]], "hidden")
-    assert_answers(pair, pair.canvases[0], cache, pair.ragged["answers"][0])
+    assert_answers(pair.ours, pair.canvases[0], cache, pair.ragged["answers"][0])
 
 
 def test_committed_canvases(pair, encoded):
@@ -121,11 +131,8 @@ def test_committed_canvases(pair, encoded):
     for depth in range(COMMITS):
         cache, hidden = pair.ours.encode(pair.commits[depth], lengths, cache)
         assert_close(hidden, pair.ragged["committed"][depth], f"states of commit {depth}")
-        assert_answers(pair, pair.canvases[depth + 1], cache, pair.ragged["answers"][depth + 1])
-        for layer, (k, v) in enumerate(pair.deep["layers"][depth]):
-            ours = pair.ours.unroll(cache, layer, len(pair.prompts) - 1)
-            assert_close(ours[0], k, f"keys of layer {layer} after commit {depth}")
-            assert_close(ours[1], v, f"values of layer {layer} after commit {depth}")
+        assert_answers(pair.ours, pair.canvases[depth + 1], cache, pair.ragged["answers"][depth + 1])
+        assert_cached(pair.ours, cache, len(pair.prompts) - 1, pair.deep["layers"][depth], f"commit {depth}")
 
 
 @pytest.mark.parametrize(("name", "size"), [("narrow", 5), ("narrow", 8), ("narrow", 27), ("wide", 12)])
@@ -143,18 +150,22 @@ def test_chunks(pair_of, encoded, name, size):
                 pair.ours.unroll(cache, layer, index), pair.ours.unroll(whole, layer, index), strict=True
             ):
                 assert rel(ours, reference) < 2e-5, f"layer {layer}, {length} tokens"
-    assert_answers(pair, pair.canvases[0], cache, pair.ragged["answers"][0])
+    assert_answers(pair.ours, pair.canvases[0], cache, pair.ragged["answers"][0])
 
 
 def test_streaming_head(pair, encoded):
-    """argmax, entropy, log-probability, proposal and soft embedding of one pass against transformers' logits."""
     cache, _ = encoded(pair)
+    assert_head(pair, pair.ours, cache)
+
+
+def assert_head(pair: Pair, ours: Ours, cache) -> None:
+    """argmax, entropy, log-probability, proposal and soft embedding of one pass against transformers' logits."""
     expected = pair.ragged["answers"][0]
     rows, canvas, vocab = expected.plain.shape
     temperature = np.linspace(0.4, 0.8, rows).astype(np.float32)
     seeds = [10**9 * index + 7 for index in range(rows)]
     keys = jnp.stack([stream.step_key(seed, 2, 5) for seed in seeds])
-    stats = pair.ours.denoise(pair.canvases[0], cache, None, jnp.asarray(temperature), keys)
+    stats = ours.denoise(pair.canvases[0], cache, None, jnp.asarray(temperature), keys)
 
     raw = expected.plain.astype(np.float64)
     tempered = raw / temperature[:, None, None]
@@ -171,8 +182,8 @@ def test_streaming_head(pair, encoded):
         assert np.array_equal(np.asarray(stats.sample)[row][sure], proposal[sure])
     assert compared >= 0.95 * rows * canvas
 
-    conditioned = pair.ours.logits(pair.canvases[0], cache, stats.soft)
-    assert_close(stats.soft, pair.ours.soft(expected.plain / temperature[:, None, None]), "soft embedding")
+    conditioned = ours.logits(pair.canvases[0], cache, stats.soft)
+    assert_close(stats.soft, ours.soft(expected.plain / temperature[:, None, None]), "soft embedding")
     assert rel(conditioned, expected.conditioned) > 1e-2  # other temperatures: another conditioning
 
 
@@ -185,12 +196,6 @@ def test_spellings_of_the_full_layers(pair):
     assert config == Config.from_hf(saved)
     expected = ["full" if letter == "F" else "sliding" for letter in pair.shape.layers]
     assert [layer.kind for layer in config.layers] == expected
-
-
-@pytest.mark.parametrize("length", [64, 256])
-def test_longer_canvases_are_read(length):
-    fields = checkpoints.hf_config(checkpoints.NARROW) | {"canvas_length": length}
-    assert Config.from_hf(fields).canvas_length == length
 
 
 def test_both_files_hold_the_same_weights(pair_of):

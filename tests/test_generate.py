@@ -141,16 +141,19 @@ def test_chunks_of_a_long_prompt_do_not_show(model):
 
 
 def test_rows_at_rest_and_a_used_cache_leave_no_trace(model):
-    """Every buffer starts as NaN; nothing of it may reach an answer."""
+    """Every number starts as NaN, also in a slot that rests beside others; none may reach an answer."""
     expected = model.generate(PROMPTS, sampling=dg.Sampling(max_new_tokens=2 * C), seed=2, slots=4)
     parts = (model.config, model.params, model._programs, model.tokenizer, model.max_model_len, 4)
     scheduler = Scheduler(*parts, policy=dg.Policy())
-    nan = lambda buffers: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), buffers)  # noqa: E731
-    scheduler.cache = replace(scheduler.cache, k=nan(scheduler.cache.k), v=nan(scheduler.cache.v))
-    jobs = [scheduler.submit(r) for r in model._requests(PROMPTS, dg.Sampling(max_new_tokens=2 * C), 2)]
-    while scheduler.busy:
-        scheduler.advance()
-    assert [job.answer.completion() for job in jobs] == expected
+    spoil = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    scheduler.cache = jax.tree.map(spoil, scheduler.cache)
+    scheduler.slots = replace(scheduler.slots, state=jax.tree.map(spoil, scheduler.slots.state))
+    for count in (3, len(PROMPTS)):
+        requests = model._requests(PROMPTS[:count], dg.Sampling(max_new_tokens=2 * C), 2)
+        jobs = [scheduler.submit(request) for request in requests]
+        while scheduler.busy:
+            scheduler.advance()
+        assert [job.answer.completion() for job in jobs] == expected[:count]
 
 
 def test_suppressed_ids_never_appear(model):

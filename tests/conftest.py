@@ -10,7 +10,9 @@ MAPS, MOST_MAPS = Path("/proc/self/maps"), 40_000
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--real-tokenizer", metavar="PATH", help="tokenizer.json of Gemma 4, for the tests of encodings stored from it"
+        "--real-tokenizer",
+        metavar="PATH",
+        help="tokenizer.json of Gemma 4, for the tests of encodings stored from it and of a checkpoint beside it",
     )
     parser.addoption("--screenshots", metavar="DIR", help="where the test of the canvas page leaves its pictures")
     parser.addoption("--soak", action="store_true", help="full counts where `make test` makes do with fewer")

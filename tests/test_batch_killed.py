@@ -33,11 +33,18 @@ def lines(output) -> int:
     return output.read_bytes().count(b"\n") if output.exists() else 0
 
 
+def answered(output) -> dict:
+    """The results by id, one of each."""
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(found) == LINES
+    return {entry["id"]: entry for entry in found}
+
+
 def test_killed_and_resumed_it_gives_the_whole(command, tmp_path, soak):
     argv, output = command
     quiet = {"env": environment(tmp_path), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(argv, check=True, **quiet)
-    whole = {entry["id"]: entry for entry in map(json.loads, output.read_text().splitlines())}
+    whole = answered(output)
     assert set(whole) == set(range(LINES))
 
     rng = random.Random(0)
@@ -45,6 +52,7 @@ def test_killed_and_resumed_it_gives_the_whole(command, tmp_path, soak):
     for _ in range(20 if soak else 2):
         before = lines(output)
         if before == LINES:
+            assert answered(output) == whole
             output.unlink()
             before = 0
         with subprocess.Popen(argv, **quiet) as process:
@@ -53,6 +61,4 @@ def test_killed_and_resumed_it_gives_the_whole(command, tmp_path, soak):
             time.sleep(rng.uniform(0, 0.1))
             process.kill()
     subprocess.run(argv, check=True, **quiet)
-    found = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(found) == LINES
-    assert {entry["id"]: entry for entry in found} == whole
+    assert answered(output) == whole

@@ -3,9 +3,13 @@
 import json
 import os
 import random
+import re
 from dataclasses import replace
+from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 import dgemma_jax as dg
 from dgemma_jax import cli
@@ -146,6 +150,34 @@ def test_the_command_writes_what_the_function_gives(model, command, capsys):
     assert run() == 0
     assert stored(output) == results(model, LINES)
     assert "5 of 5 answered, 0 failed" in capsys.readouterr().err
+
+
+def test_on_a_terminal_a_bar_tells_how_far_it_is(model, command, capsys, monkeypatch):
+    run, _, output = command
+    clock = chain([0.0], repeat(2.0))  # so that all of it took two seconds
+    monkeypatch.setattr("dgemma_jax.cli_batch.time", SimpleNamespace(monotonic=clock.__next__))
+    terminal = {"force_terminal": True, "width": 120}
+    monkeypatch.setattr("dgemma_jax.cli_batch.Console", lambda stderr: Console(stderr=stderr, **terminal))
+    assert run() == 0
+    found = stored(output)
+    assert found == results(model, LINES)
+    tokens = sum(len(entry["tokens"]) for entry in found.values())
+    steps = [count for entry in found.values() for count in entry["steps"]]
+    text = re.sub(r"\x1b\[[\d;?]*\w", "", capsys.readouterr().err)
+    bars = re.findall(r"(\d+)/(\d+) (\d+) tokens/s (\d\.\d) steps a canvas (\S+)", text)
+    assert bars[-1] == ("5", "5", f"{tokens / 2:.0f}", f"{sum(steps) / len(steps):.1f}", "0:00:00")
+
+
+def test_the_command_answers_a_shard(command, tmp_path, capsys):
+    run, _, output = command
+    assert run() == 0
+    capsys.readouterr()
+    parts = [tmp_path / f"part-{index}.jsonl" for index in range(2)]
+    for index, (part, count) in enumerate(zip(parts, (3, 2), strict=True)):
+        assert run("--output", str(part), "--shard", f"{index}/2") == 0
+        assert f"{count} of {count} answered, 0 failed" in capsys.readouterr().err
+        assert len(stored(part)) == count
+    assert stored(parts[0]) | stored(parts[1]) == stored(output)
 
 
 def test_a_line_that_is_not_utf_8_has_its_error_and_harms_no_other(command):

@@ -1,13 +1,14 @@
 """The canvas page in a real browser, against a scripted server."""
 
 import json
+import math
 import re
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.serve.browser import READ_CUT, Page
-from tests.serve.fake_server import KEY, MARKUP, STORY, THOUGHT, WEATHER, WIDTH, FakeServer
+from tests.serve.fake_server import KEY, MARKUP, STORY, THOUGHT, WEATHER, WIDTH, FakeServer, answer_to, drafts
 from tests.serve.harness import ScriptedEngine, serving
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,13 @@ def test_every_draft_can_be_seen_again(page, server):
     early, states = page.texts("#cells > *"), page.states()
     assert f"{states.count('accepted')} of {WIDTH} kept" in page.find("frame").text
     assert all(early)
+    (_, _, draft, *_) = drafts(answer_to(server.requests[0]).canvases[0], 6, 0)
+    cells = "[...byId('cells').children]"
+    heats = page.script(f"return {cells}.map((x) => Number(x.style.getPropertyValue('--heat')))")
+    assert heats == pytest.approx([1 - math.exp(-nats) for nats in draft["entropy"]], abs=1e-3)
+    colours = page.script(f"return {cells}.map((x) => getComputedStyle(x).backgroundColor)")
+    kept = [cell for cell in zip(heats, colours, draft["accepted"], strict=True) if cell[2]]
+    assert min(kept)[1] != max(kept)[1], "the entropy of what is kept is seen, too"
     look = "(state) => getComputedStyle(byId('cells').querySelector(`[data-state=${state}]`))"
     solid, dashed = page.script(
         f"return ['accepted', 'noise'].map({look}).map((x) => [x.borderTopStyle, x.backgroundImage, x.fontStyle])"

@@ -13,7 +13,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
+import dgemma_jax as dg
+from dgemma_jax import cli_serve
 from dgemma_jax.cli import main
+from tests.serve.harness import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -181,6 +184,32 @@ def test_flags_are_checked_before_weights_are_read(capsys, monkeypatch, flags, m
     assert main(["serve", "--port", "0", *flags]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("dgemma: error: ") and re.search(message, error)
+
+
+@pytest.fixture
+def served(tiny, monkeypatch):
+    """(application, address) that `dgemma serve` would serve with so many flags, without the weights."""
+    found = []
+    monkeypatch.setattr(dg, "load", lambda *_, **__: tiny)
+    monkeypatch.setattr(dg, "Engine", lambda model, *_, **__: ScriptedEngine(model, lambda _: ""))
+    monkeypatch.setattr(cli_serve, "serve", lambda app, listener, _: found.append((app, listener.getsockname()[0])))
+
+    def run(*flags: str):
+        assert main(["serve", "--port", "0", *flags]) == 0
+        return found.pop()
+
+    return run
+
+
+def test_by_default_this_machine_alone_reaches_the_server(served):
+    assert served()[1] == "127.0.0.1"
+    assert served("--host", "0.0.0.0")[1] == "0.0.0.0"
+
+
+def test_the_names_of_the_metrics_are_chosen_by_a_flag(served):
+    for flags, wanted in (((), False), (("--vllm-metric-names",), True)):
+        app, _ = served(*flags)
+        assert app.state.lifecycle.metrics.vllm_names == wanted
 
 
 def test_a_port_that_is_taken(capsys):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 import socket
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from dgemma_jax.engine.stats import EngineStats
 from dgemma_jax.serve import app as app_module
 from dgemma_jax.serve import streaming
 from dgemma_jax.serve.answers import chat_answers
@@ -265,3 +267,17 @@ def test_what_is_not_there(tiny):
         page = http.get("/")
         assert "<title>" in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize(("vllm_names", "line"), [(False, "tokens: 200, "), (True, "Denoising steps: 35, ")])
+def test_figures_are_logged_and_shown_as_they_come(tiny, caplog, vllm_names, line):
+    caplog.set_level(logging.INFO, "dgemma_jax.serve.lifecycle")
+    engine = scripted(tiny)
+    how = {"log_interval": 0.05, "vllm_metric_names": vllm_names}
+    with serving(engine, **how) as url, httpx2.Client(base_url=url, timeout=60) as http:
+        engine.stats = EngineStats(tokens=200, canvases=10, denoising_steps=25)
+        eventually(lambda: any(line in message for message in caplog.messages), 5)
+        shown = re.search(r"^vllm:diffusion_num_denoising_steps_total\{.*\} (.*)$", http.get("/metrics").text, re.M)
+        assert (shown and float(shown[1])) == (35 if vllm_names else None)  # a commit is one of vLLM's steps
+        time.sleep(0.2)
+        assert sum(line in message for message in caplog.messages) == 1, "nothing was done, and nothing is told"

@@ -21,13 +21,13 @@ from dgemma_jax.engine.request import Request
 from dgemma_jax.engine.scheduler import PREFILL_CHUNK, Scheduler
 from dgemma_jax.events import Canvas, ChatMessage, Completion, Draft, Failed, Finished, Usage
 from dgemma_jax.implementations import choose
-from dgemma_jax.infilling import infill_canvas
+from dgemma_jax.infilling import check_own_canvas, infill_canvas
 from dgemma_jax.model.transformer import AUTO, Implementations, build
 from dgemma_jax.prompts import NO_TOKENIZER, Conversation, Prompt, PromptReader
 from dgemma_jax.sampling import UNSET, Resolved, Sampling
 from dgemma_jax.sharding import checked, uneven
-from dgemma_jax.text import Tokenizer, opens_thought, parse_response, render_chat
-from dgemma_jax.text.turn import Turn
+from dgemma_jax.text import Tokenizer, opens_thought, render_chat
+from dgemma_jax.text.turn import Turn, parse_turn
 
 logger = logging.getLogger(__name__)
 DEFAULT_POLICY = Policy()
@@ -197,10 +197,11 @@ class Model:
     ) -> ChatMessage:
         """A completion of a conversation's prompt taken apart into content, reasoning and tool calls."""
         in_thought = opens_thought(render_chat(messages, tools, thinking))
-        response = parse_response(completion.raw_text, tools, in_thought)
+        stop = [] if completion.stop is None else [completion.stop]
+        response = parse_turn(completion.raw_text, Turn(tools, in_thought), stop)
         called = response.tool_calls and completion.finish_reason == "stop"
         return ChatMessage(
-            content=response.content.split(completion.stop)[0] if completion.stop else response.content,
+            content=response.content,
             reasoning=response.reasoning,
             tool_calls=response.tool_calls,
             finish_reason="tool_calls" if called else completion.finish_reason,
@@ -223,14 +224,18 @@ class Model:
     ) -> Completion:
         """Fill the one <gap> of a text with `gap_tokens` tokens; the completion's text is the whole text.
 
-        Both sides are pinned, so text and gap must fit one canvas.
+        Both sides are pinned, so text and gap must fit one canvas. ValueError for a sampling with a canvas of its own,
+        or for n > 1.
         """
         stops = self.defaults.stop_token_ids
         fill = stops[0] if stops else 0
         tokenizer, length = self.required_tokenizer, self.config.canvas_length
+        chosen = _sampling(sampling)
+        asked = chosen.merged(self.defaults)
+        check_own_canvas(asked)
         prompt, canvas, pinned = infill_canvas(tokenizer, text, gap_tokens, length, fill)
-        own = {"canvas": canvas, "pinned": pinned, "suppress": (*self.defaults.suppress, *stops)}
-        return self.generate([prompt], replace(_sampling(sampling), **own), seed, policy)[0]
+        own = {"canvas": canvas, "pinned": pinned, "suppress": (*asked.suppress, *stops)}
+        return self.generate([prompt], replace(chosen, **own), seed, policy)[0]
 
     def chat_prompt(
         self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None, thinking: bool = False

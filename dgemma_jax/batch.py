@@ -77,7 +77,7 @@ def answers(
     failed: list[dict[str, Any]] = []
 
     def requests() -> Iterator[tuple[Line, Request]]:
-        seen = set(done)
+        seen: set[Id] = set()
         for number, text in enumerate(lines):
             if number % shard.of != shard.index or not text.strip():
                 continue
@@ -86,10 +86,10 @@ def answers(
                 entry = _parsed(text)
                 found = entry.get("id", number)
                 if found in seen:
-                    if found in done:
-                        continue
                     raise ValueError(f"id {found!r} is on an earlier line, too; every line needs its own")
                 seen.add(found)
+                if found in done:
+                    continue
                 line = _line(found, entry, sampling)
                 yield line, _request(model, line, seed, raw)
             except Exception as error:  # a line may hold anything, and must not end the others
@@ -177,9 +177,8 @@ def _request(model: Model, line: Line, seed: int | None, raw: bool) -> Request:
         return model.request(_messages(messages), line.sampling, seed, tools, thinking)
     if raw:
         return model.request(line.prompt, line.sampling, seed, images=line.images)
-    parts = [{"type": "image", "image": image} for image in line.images]
-    content = [*parts, {"type": "text", "text": line.prompt}]
-    return model.request([{"role": "user", "content": content}], line.sampling, seed)
+    ids, images, _ = model.reader.user_turn(line.prompt, line.images)
+    return model.request(ids, line.sampling, seed, images=images)
 
 
 def _images(images: Any) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dgemma_jax.api import Model
-    from dgemma_jax.images import PreparedImage
 
 NOT_ASKED_FOR = ("logprobs", "top_logprobs")  # by any flag
 KNOBS = (
@@ -54,7 +53,8 @@ def run(args: Namespace) -> int:
 
     model = load_model(args, console, mesh)
     as_they_are = args.raw or model.tokenizer is None
-    inputs = [(prompt, args.image) if as_they_are else _chat(prompt, args.image or (), model) for prompt in prompts]
+    turn = model.reader.user_turn
+    inputs = [(prompt, args.image) if as_they_are else turn(prompt, args.image or ())[:2] for prompt in prompts]
     if args.watch:
         from dgemma_jax.cli_watch import watch
 
@@ -117,12 +117,6 @@ def _prompts(arguments: list[str]) -> list[str]:
     if "" in prompts:
         raise ValueError("the prompt is empty; give one as an argument or on standard input")
     return prompts
-
-
-def _chat(prompt: str, images: Sequence[str], model: Model) -> tuple[list[int], list[PreparedImage]]:
-    """One user turn, its images before its text, up to where the model's turn begins."""
-    parts = [*({"type": "image", "image": path} for path in images), {"type": "text", "text": prompt}]
-    return model.reader.conversation([{"role": "user", "content": parts}])[:2]
 
 
 def _with_progress(

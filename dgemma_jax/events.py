@@ -19,7 +19,8 @@ class Completion:
     logprobs: log-probability (nats) of each token, None if not asked for. seed: repeats this answer.
     top_logprobs: for each token the (id, log-probability) pairs that were likeliest there, None if not asked for.
     prompt_tokens: length of the prompt; cached_tokens: how many of them were encoded by an earlier request.
-    stop: the stop string that ended the answer, None if none did.
+    stop: the stop string that ended the answer, None if none did. It is cut off, with what stands behind it; but of a
+        conversation it ends the content alone, which `Model.message` takes out of the whole of the last canvas.
     """
 
     text: str

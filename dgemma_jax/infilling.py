@@ -3,11 +3,19 @@
 from collections.abc import Mapping
 
 from dgemma_jax.config import is_int
+from dgemma_jax.sampling import Resolved
 from dgemma_jax.text import Tokenizer, encode_chat
 
 GAP = "<gap>"
 ASK = "Fill the gap:\n"
 END_OF_TURN = "<turn|>"
+
+
+def check_own_canvas(asked: Resolved) -> None:
+    """ValueError for a sampling that wants another canvas, or several answers."""
+    for name, value, plain in (("n", asked.n, 1), ("canvas", asked.canvas, ())):
+        if value != plain:
+            raise ValueError(f"{name} is {value!r:.60}; infill makes one answer on a canvas of its own: leave it out")
 
 
 def infill_canvas(

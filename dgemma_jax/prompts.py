@@ -80,6 +80,11 @@ class PromptReader:
         ids, images = rendered.encode(self.tokenizer), self.prepare([source_of(part) for part in rendered.media])
         return Conversation(expand(ids, images, self.config) if images else ids, images, opens_thought(str(rendered)))
 
+    def user_turn(self, text: str, images: Sequence[Any] = ()) -> Conversation:
+        """The prompt of one turn of a user, its images before its text, up to where the model's turn begins."""
+        parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+        return self.conversation([{"role": "user", "content": parts}])
+
     def prepare(self, images: Sequence[Any]) -> list[PreparedImage]:
         """The patches of images, see `images.prepare`."""
         return [prepare(image, vision_of(self.config)) for image in images]

@@ -104,6 +104,18 @@ def test_a_line_whose_answer_cannot_be_told_has_its_error_and_harms_no_other(mod
 def test_an_id_is_used_once(model):
     found = [r for r in answers(model, [json.dumps(LINES[1])] * 2, SHORT, slots=4) if isinstance(r, dict)]
     assert sorted("error" in r for r in found) == [False, True]
+    (again,) = results(model, [LINES[1]] * 2, done=["chat"]).values()
+    assert "on an earlier line, too" in again["error"]
+
+
+def test_a_stop_string_ends_the_text_of_a_prompt_as_it_comes(model):
+    prompt = model.chat_prompt([{"role": "user", "content": "Sort 3 1 2"}])
+    (whole,) = model.generate([prompt], SHORT, seed=1, slots=4)
+    stop = whole.raw_text[len(whole.raw_text) // 2 :][:2]
+    (alone,) = model.generate([prompt], replace(SHORT, stop=stop), seed=1, slots=4)
+    (found,) = results(model, [{"prompt": "Sort 3 1 2", "sampling": {"stop": stop}}]).values()
+    assert found["raw_text"] == alone.raw_text == whole.raw_text.split(stop)[0]
+    assert found["stop"] == stop
 
 
 def test_shards_are_the_whole(model):

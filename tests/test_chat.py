@@ -88,6 +88,14 @@ def test_a_stop_string_ends_the_content_and_no_thought_or_call(scripted):
     assert model.message(found, USER, [ADD], True).reasoning == "END it"
 
 
+def test_what_stands_behind_a_stop_string_is_no_part_of_the_turn(scripted):
+    """A call there was not asked for, and must not be made; nor is a thought told."""
+    said = f"One END two{CALL}<|channel>thought\nmore<channel|>"
+    answer = scripted(replace(completion(said), stop="END")).chat(USER, tools=[ADD])
+    assert (answer.content, answer.tool_calls, answer.reasoning) == ("One ", [], "")
+    assert answer.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [

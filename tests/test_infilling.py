@@ -64,6 +64,14 @@ def test_the_answer_is_the_whole_text():
     assert answer.raw_text.endswith("\n    return y")
     assert answer.stop_id == vocabulary.END_OF_TURN
     assert answer == model.infill(TEXT, 4, dg.Sampling(max_denoising_steps=2), seed=1)
+    filled = answer.tokens[9:13]
+    chosen = dg.Sampling(max_denoising_steps=2, suppress=filled)  # beside the ids that end a text
+    other = model.infill(TEXT, 4, chosen, seed=1).tokens
+    assert len(other) == len(answer.tokens)
+    assert not set(filled) & set(other[9:13])
+    for own, name in ((dg.Sampling(n=2), "n"), (dg.Sampling(canvas=[5], pinned=[True]), "canvas")):
+        with pytest.raises(ValueError, match=f"{name} is .*infill makes one answer on a canvas of its own"):
+            model.infill(TEXT, 4, own)
     with pytest.raises(ValueError, match="sampling is 5"):
         model.infill(TEXT, 4, 5)
     with pytest.raises(ValueError, match="no tokenizer"):

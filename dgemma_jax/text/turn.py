@@ -4,7 +4,16 @@ which ends an answer at a stop string, and for whoever passes the answer on."""
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dgemma_jax.text.response import ArgumentsDelta, CallBegin, ContentDelta, Event, ReasoningDelta, ResponseStream
+from dgemma_jax.text.response import (
+    ArgumentsDelta,
+    CallBegin,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    Response,
+    ResponseStream,
+    ToolCall,
+)
 from dgemma_jax.text.tokenizer import Tokenizer
 
 
@@ -17,25 +26,29 @@ class Turn(NamedTuple):
     calls: bool = True
 
 
-class TurnReader:
-    """Takes the tokens of a turn, canvas by canvas. stop: strings that end the content, not thoughts or calls before
-    it; `stopped` is the one that did."""
+class TurnText:
+    """Takes the text of a turn piece by piece. stop: strings that end the content, not thoughts or calls before it;
+    `stopped` is the one that did, and nothing behind it is told."""
 
-    def __init__(self, tokenizer: Tokenizer, turn: Turn, stop: Sequence[str] = ()):
-        self._decoder, self._stream = tokenizer.decoder(), ResponseStream(turn.tools, turn.in_thought)
+    def __init__(self, turn: Turn, stop: Sequence[str] = ()):
+        self._stream = ResponseStream(turn.tools, turn.in_thought)
         self._calls, self._stop = turn.calls, StopStrings(stop)
 
     @property
     def stopped(self) -> str | None:
         return self._stop.found
 
-    def feed(self, tokens: Sequence[int]) -> list[Event]:
-        """What these tokens make certain."""
-        return self._told(self._stream.feed(self._decoder.feed(tokens)))
+    def call(self, begin: CallBegin) -> ToolCall:
+        """The whole of a call that was told."""
+        return self._stream.response.tool_calls[begin.index]
+
+    def feed(self, text: str) -> list[Event]:
+        """What this text makes certain."""
+        return self._told(self._stream.feed(text))
 
     def finish(self) -> list[Event]:
         """What the end of the turn makes certain."""
-        events = self._told([*self._stream.feed(self._decoder.finish()), *self._stream.finish()])
+        events = self._told(self._stream.finish())
         rest = self._stop.finish()
         return [*events, ContentDelta(rest)] if rest else events
 
@@ -49,6 +62,36 @@ class TurnReader:
             if not isinstance(event, ContentDelta | ReasoningDelta) or event.text:
                 told.append(event)
         return told
+
+
+class TurnReader:
+    """Takes the tokens of a turn, canvas by canvas; otherwise a TurnText."""
+
+    def __init__(self, tokenizer: Tokenizer, turn: Turn, stop: Sequence[str] = ()):
+        self._decoder, self._text = tokenizer.decoder(), TurnText(turn, stop)
+
+    @property
+    def stopped(self) -> str | None:
+        return self._text.stopped
+
+    def feed(self, tokens: Sequence[int]) -> list[Event]:
+        """What these tokens make certain."""
+        return self._text.feed(self._decoder.feed(tokens))
+
+    def finish(self) -> list[Event]:
+        """What the end of the turn makes certain."""
+        return [*self._text.feed(self._decoder.finish()), *self._text.finish()]
+
+
+def parse_turn(text: str, turn: Turn, stop: Sequence[str] = ()) -> Response:
+    """A whole turn taken apart as a TurnText would tell it: nothing behind a stop string in its content is part."""
+    reader = TurnText(turn, stop)
+    events = [*reader.feed(text), *reader.finish()]
+    return Response(
+        reasoning="".join(event.text for event in events if isinstance(event, ReasoningDelta)),
+        content="".join(event.text for event in events if isinstance(event, ContentDelta)),
+        tool_calls=[reader.call(event) for event in events if isinstance(event, CallBegin)],
+    )
 
 
 def _as_text(event: Event) -> Event:

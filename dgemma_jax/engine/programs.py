@@ -30,7 +30,7 @@ class Programs:
     """Prefill, admit, advance, take, put and grow. What a program returns anew is donated to it: the cache, the slots.
 
     Each is compiled once per number of slots and cache capacity, prefill also per chunk bucket, advance per Policy. Of
-    models that read images also features, once per bucket of patches, and place, per bucket of patches and of tokens.
+    models that read images also features, once per bucket of patches.
     mesh: that of the graph.
     """
 
@@ -44,7 +44,6 @@ class Programs:
         self._put = jax.jit(partial(_put, config, mesh), donate_argnums=0)
         self._idle = jax.jit(partial(_idle, config, mesh), static_argnums=2)
         self._features = jax.jit(partial(image_features, graph))
-        self._place = jax.jit(_place)
 
     def compile(self, calls: Sequence[tuple]) -> None:
         """Compile programs side by side; each of `calls` is a name and the arguments of a call that is to come."""
@@ -77,10 +76,6 @@ class Programs:
     def features(self, params: dict, images: ImageBatch) -> Float[Array, "n Q D"]:
         """The soft tokens of images, see `functional.image_features`."""
         return self._features(params, images)
-
-    def place(self, soft: Hidden, features: Float[Array, "1 Q D"], at: np.int32) -> Hidden:
-        """soft f[1,T,D] with an image's soft tokens from place `at` on, as far as they reach."""
-        return self._place(soft, features, at)
 
     def admit(
         self,
@@ -156,10 +151,6 @@ def _prefill(
 
     takes = (CACHE, *[WHOLE] * 6)
     return on_devices(graph, params, batch, run, takes, CACHE)(cache, tokens, slot, start, count, soft, blocks)
-
-
-def _place(soft: Hidden, features: Float[Array, "1 Q D"], at: Int32[Array, ""]) -> Hidden:
-    return jnp.asarray(soft).at[0, at + jnp.arange(features.shape[1])].set(features[0], mode="drop")
 
 
 def _take(config: Config, mesh: Mesh | None, cache: KVCache, slot: Int32[Array, ""], capacity: int) -> KVCache:

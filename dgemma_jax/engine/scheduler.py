@@ -250,7 +250,7 @@ class Scheduler:
             ("advance", self.policy, self.params, self.cache, self.slots, nobody, nobody, one),
             ("admit", self.slots, one, *admission(self.config, BUILT_IN, key_from_seed(0))),
             *(("prefill", self.params, self.cache, chunk(size), one, one, one, *soft[size]) for size in sizes),
-            *(self.soft_tokens.calls(sizes) if self.soft_tokens else ()),
+            *([self.soft_tokens.call()] if self.soft_tokens else ()),
         ]
         self.programs.compile(calls)
         return len(calls)

@@ -11,7 +11,7 @@ from dgemma_jax.engine.programs import Programs
 from dgemma_jax.image_batch import ImageBatch
 from dgemma_jax.images import PreparedImage, image_batch
 from dgemma_jax.images.placement import Placed, vision_of
-from dgemma_jax.shapes import Array, Blocks, Hidden
+from dgemma_jax.shapes import Blocks, Hidden
 
 
 def chunk_end(images: Sequence[Placed], begin: int, end: int) -> int:
@@ -23,7 +23,8 @@ def chunk_end(images: Sequence[Placed], begin: int, end: int) -> int:
 
 
 class SoftTokens:
-    """The soft tokens of images that prompts still need, by what the images are.
+    """The soft tokens of images that prompts still need, by what the images are; on the host, where a chunk's are put
+    together without a program for each size.
 
     The tower runs image by image, so that none's numbers depend on which others a prompt or a batch holds; its memory
     is that of one image.
@@ -31,19 +32,21 @@ class SoftTokens:
 
     def __init__(self, config: Config, programs: Programs, params: dict, dtype: str):
         self.vision, self.width = vision_of(config), config.hidden_size
-        self.programs, self.params, self.dtype = programs, params, dtype
+        self.programs, self.params, self.dtype = programs, params, jnp.dtype(dtype)
         self.seen = 0  # images that went through the tower
-        self._features: dict[bytes, Array] = {}
+        self._features: dict[bytes, np.ndarray] = {}  # f[n,D] of n soft tokens
         self._nothing: dict[int, Hidden] = {}  # by number of tokens
 
     def of_chunk(self, images: Sequence[Placed], begin: int, end: int, size: int) -> tuple[Hidden, Blocks]:
         """For tokens `begin` to `end` of a prompt, filled up to `size`: soft f[1,size,D], blocks i32[1,size]."""
-        soft, blocks = self._empty(size), np.zeros((1, size), np.int32)
-        for number, (start, image) in enumerate(images, 1):
-            if begin <= start < end:
-                # Padding behind an image's soft tokens lands on text, which is not read, or under the next image.
-                soft = self.programs.place(soft, self._of(image), np.int32(start - begin))
-                blocks[0, start - begin : start - begin + image.tokens] = number
+        shown = [placed for placed in enumerate(images, 1) if begin <= placed[1].start < end]
+        blocks = np.zeros((1, size), np.int32)
+        if not shown:
+            return self._empty(size), blocks
+        soft = np.zeros((1, size, self.width), self.dtype)
+        for number, (start, image) in shown:
+            place = slice(start - begin, start - begin + image.tokens)
+            soft[0, place], blocks[0, place] = self._of(image), number
         return soft, blocks
 
     def keep(self, images: Iterable[Placed]) -> None:
@@ -52,25 +55,22 @@ class SoftTokens:
             wanted = {placed.image.digest for placed in images}
             self._features = {digest: found for digest, found in self._features.items() if digest in wanted}
 
-    def calls(self, sizes: Iterable[int]) -> list[tuple]:
-        """What to compile for chunks of these sizes, for `Programs.compile`."""
+    def call(self) -> tuple:
+        """What to compile for images of the usual size, for `Programs.compile`."""
         vision, shape = self.vision, jax.ShapeDtypeStruct
-        tokens = vision.max_soft_tokens
-        patches = tokens * vision.pooling_kernel_size**2
+        patches = vision.max_soft_tokens * vision.pooling_kernel_size**2
         batch = ImageBatch(
             shape((1, patches, 3 * vision.patch_size**2), jnp.float32),
             shape((1, patches, 2), jnp.int32),
             shape((1,), jnp.int32),
         )
-        features = shape((1, tokens, self.width), self.dtype)
-        places = [("place", self._empty(size), features, np.int32(0)) for size in sizes]
-        return [("features", self.params, batch), *places]
+        return "features", self.params, batch
 
-    def _of(self, image: PreparedImage) -> Array:
+    def _of(self, image: PreparedImage) -> np.ndarray:
         if image.digest not in self._features:
             budget = next(budget for budget in BUDGETS if budget >= image.tokens)  # few shapes, few programs
             batch = image_batch([image], self.vision, patches=budget * self.vision.pooling_kernel_size**2)
-            self._features[image.digest] = self.programs.features(self.params, batch)
+            self._features[image.digest] = np.asarray(self.programs.features(self.params, batch))[0, : image.tokens]
             self.seen += 1
         return self._features[image.digest]
 

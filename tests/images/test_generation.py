@@ -60,6 +60,11 @@ def test_nothing_is_compiled_after_the_warm_up(model, abstract_arrays):
     assert seen.names == []
 
 
+def test_the_warm_up_compiles_six_programs(model, monkeypatch):
+    monkeypatch.setattr(model._programs, "compile", lambda calls: None)
+    assert model.scheduler(slots=2).warmup() <= 6
+
+
 def test_every_source_of_an_image_gives_the_same_answer(model, tmp_path):
     path = tmp_path / "noise.png"
     path.write_bytes(PNG)

@@ -123,8 +123,21 @@ def test_counters(model):
     assert (stats.requests, stats.finished, stats.cancelled, stats.failed) == (3, 2, 1, 0)
     assert (stats.tokens, stats.cached_tokens) == (2 * len(done.tokens), 2)
     assert stats.canvases >= 4 and stats.denoising_steps >= 2 * sum(done.steps) > 0
+    assert stats.empty == 0
     assert 0 < stats.device_seconds < stats.busy_seconds
     assert 0 < stats.host_share < 1
+
+
+def test_what_looks_wrong_is_counted(model):
+    """Canvases that never settled, and answers that say nothing."""
+    with dg.Engine(model, slots=SLOTS) as engine:
+        done = engine.submit([5], replace(SHORT, stability_threshold=None)).result(300)
+        assert engine.stats.at_step_limit == len(done.steps) > 0
+        one = replace(SHORT, max_new_tokens=1)
+        engine.submit([5], replace(one, stability_threshold=0, confidence_threshold=1e9)).result(300)
+        assert engine.stats.at_step_limit == len(done.steps)
+        engine.submit([5], replace(SHORT, stop_token_ids=done.tokens[:1])).result(300)
+    assert (engine.stats.finished, engine.stats.empty) == (3, 1)
 
 
 def resident_bytes() -> int:

@@ -298,6 +298,7 @@ class Scheduler:
             return
         self.stats.canvases += 1
         self.stats.denoising_steps += job.steps
+        self.stats.at_step_limit += job.steps == job.request.sampling.max_denoising_steps
         self.stats.tokens += len(event.tokens)
         yield job, event
         if job.answer.finish_reason is None:
@@ -314,6 +315,7 @@ class Scheduler:
         reason = "failed" if isinstance(event, Failed) else job.answer.finish_reason
         count = reason if reason in ("failed", "cancelled") else "finished"
         setattr(self.stats, count, getattr(self.stats, count) + 1)
+        self.stats.empty += count == "finished" and not job.answer.tokens
         return job, event
 
     def _commit(self, job: Job) -> None:

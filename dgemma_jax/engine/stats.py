@@ -14,11 +14,12 @@ class EngineStats:
 
     requests: submitted; finished, cancelled, failed: how they ended. prompt_tokens: of requests whose prompt is
     encoded, cached_tokens: those of them that an earlier request had encoded. tokens, canvases, denoising_steps: of
-    finished canvases. commits: passes that encoded a finished canvas, counted by request. slots: how many there are;
-    waiting, running: requests without a slot and with one, now. prefix_hits: prompts that began with a kept one.
-    images: that went through the image tower. compilations: of the whole process, see `dgemma_jax.compilation`.
-    busy_seconds: inside `Scheduler.advance`; device_seconds: the part of it spent in programs of the device and in
-    waiting for them.
+    finished canvases. at_step_limit: canvases that took all the steps they were given, which a right model seldom does.
+    empty: finished answers without a token. commits: passes that encoded a finished canvas, counted by request. slots:
+    how many there are; waiting, running: requests without a slot and with one, now. prefix_hits: prompts that began
+    with a kept one. images: that went through the image tower. compilations: of the whole process, see
+    `dgemma_jax.compilation`. busy_seconds: inside `Scheduler.advance`; device_seconds: the part of it spent in programs
+    of the device and in waiting for them.
     """
 
     requests: int = 0
@@ -30,6 +31,8 @@ class EngineStats:
     tokens: int = 0
     canvases: int = 0
     denoising_steps: int = 0
+    at_step_limit: int = 0
+    empty: int = 0
     commits: int = 0
     slots: int = 0
     waiting: int = 0

@@ -14,7 +14,9 @@ COUNTS = [field.name for field in fields(EngineStats) if field.type == "int"]
 READ_AS_IS = {
     "dgemma_denoising_steps_total": "denoising_steps",
     "dgemma_canvases_total": "canvases",
+    "dgemma_canvases_at_step_limit_total": "at_step_limit",
     "dgemma_committed_tokens_total": "tokens",
+    "dgemma_empty_answers_total": "empty",
     "dgemma_commits_total": "commits",
     "dgemma_prompt_tokens_total": "prompt_tokens",
     "dgemma_cached_prompt_tokens_total": "cached_tokens",

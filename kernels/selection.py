@@ -21,6 +21,7 @@ SHARED = {(8, 0): 166_912, (8, 7): 166_912, (9, 0): 232_448, (10, 0): 232_448, (
 LEAST_SHARED = 101_376
 # The most that a tile takes on any GPU of mixed_attention/README.md, by bytes of a number and widest head it serves.
 TILE_BYTES = {2: {128: 81_920, 256: 98_304, 512: 67_584}, 4: {128: 53_248, 256: 67_712, 512: 98_304}}
+EXPERT_BYTES = 73_760  # the same of grouped_matmul/README.md, for all its tiles
 ELSEWHERE = ("flashinfer", "cudnn", "flash_attn", "flash_attention")  # kernels of others, asked for by these names
 
 
@@ -68,7 +69,8 @@ def attention(wanted: str, device: Device, heads: Mapping[str, int], itemsize: i
 
 def experts(device: Device) -> str:
     """What auto takes on a device for the experts, and for dense products with quantised matrices."""
-    return "pallas" if device.platform == "cuda" and device.capability >= LEAST_CAPABILITY else "xla"
+    able = device.capability >= LEAST_CAPABILITY and device.jax_version < JAX_BELOW["pallas"]
+    return "pallas" if device.platform == "cuda" and able and device.shared >= EXPERT_BYTES else "xla"
 
 
 def describe(name: str, device: Device, heads: Mapping[str, int], itemsize: int) -> str:

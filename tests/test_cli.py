@@ -18,7 +18,6 @@ from rich.console import Console
 import dgemma_jax as dg
 from dgemma_jax import cli_watch
 from dgemma_jax.cli import main
-from dgemma_jax.cli_train import OUT
 from dgemma_jax.events import Canvas, Completion, Draft, Finished
 from dgemma_jax.text import Tokenizer, encode_chat
 from tests.parity.checkpoints import NARROW, write
@@ -155,7 +154,7 @@ def test_damaged_weights(capsys, directory, tmp_path):
 
 
 def test_a_config_that_contradicts_the_tensors_is_one_line_however_many_do_not_fit(capsys, tmp_path):
-    shutil.copytree(OUT, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(Path(dg.__file__).parent / "assets/tiny", tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config["text_config"]["moe_intermediate_size"] = 31
     (tmp_path / "config.json").write_text(json.dumps(config))

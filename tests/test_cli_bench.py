@@ -9,7 +9,6 @@ import pytest
 
 from dgemma_jax import cli_bench_step
 from dgemma_jax.cli import main
-from dgemma_jax.cli_train import OUT
 from dgemma_jax.train import tiny
 from tests.parity.checkpoints import write
 from tests.test_cli import SMALL
@@ -80,8 +79,12 @@ def test_training_is_the_trainers(monkeypatch, tmp_path, capsys):
     assert main(["train", "tiny", "--out", str(tmp_path), "--run", "state"]) == 0
     assert main(["train", "tiny"]) == 0
     tiny.main([])
-    assert runs == [(tmp_path, Path("state")), (OUT, Path("runs/tiny")), (OUT, Path("runs/tiny"))]
-    assert (OUT / "model.safetensors").exists()
+    assert runs == [
+        (tmp_path, Path("state")),
+        (Path("runs/tiny/model"), Path("runs/tiny")),
+        (tiny.OUT, Path("runs/tiny")),
+    ]
+    assert (tiny.OUT / "model.safetensors").exists()
     with pytest.raises(SystemExit) as leave:
         main(["train", "tiny", "--steps", "3"])
     assert leave.value.code == 2 and "dgemma train tiny --help" in capsys.readouterr().err

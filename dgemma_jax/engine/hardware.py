@@ -45,8 +45,15 @@ GPUS = {
     "gb10": Gpu("NVIDIA GB10 (DGX Spark)", 128e9, 0.273e12, 125e12, "GB10", 0.85),
 }
 # MiB of one slot and of each further one, by GPU and weights: the loop of the 26B model with 8,192 positions a slot,
-# compiled without a device, as `make gpu-aot` stores them. None is stored yet.
-TEMPORARIES: dict[tuple[str, str], tuple[float, float]] = {}
+# compiled without a device, as `make gpu-aot` stores them.
+TEMPORARIES: dict[tuple[str, str], tuple[float, float]] = {
+    ("H200", "bf16"): (94.9, 7.4),
+    ("H200", "int8"): (95.1, 7.4),
+    ("H200", "int4"): (95.1, 7.4),
+    ("GB10", "bf16"): (94.9, 7.4),
+    ("GB10", "int8"): (95.1, 7.4),
+    ("GB10", "int4"): (95.1, 7.4),
+}
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,12 @@ STAGES = (
 )
 
 
+OUT = Path(__file__).parents[1] / "assets" / "tiny"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dgemma_jax.train.tiny", description="Train the bundled model.")
-    add_tiny(parser)
+    add_tiny(parser, OUT)
     options = parser.parse_args(arguments)
     train(options.out, options.run)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dgemma_jax.events import Canvas, Completion, Failed, Finished
@@ -48,8 +52,9 @@ class Shard:
     def parse(cls, text: str) -> Shard:
         """`i/n`. ValueError unless 0 <= i < n."""
         index, _, of = text.partition("/")
-        if not (index.isdecimal() and of.isdecimal() and int(index) < int(of)):
-            raise ValueError(f"shard {text!r}; expected i/n with 0 <= i < n, such as 0/4")
+        numbers = index.isdecimal() and of.isdecimal() and len(text) < 20
+        if not (numbers and int(index) < int(of)):
+            raise ValueError(f"shard {text!r:.60}; expected i/n with 0 <= i < n, such as 0/4")
         return cls(int(index), int(of))
 
 
@@ -214,11 +219,14 @@ def finished_ids(output: Path) -> set[Id]:
     if not output.exists():
         return set()
     kept, ids = [], set()
+    output = output.resolve()  # a link stays one
     try:
         text = output.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{output} is not UTF-8 (at byte {error.start}); choose another file") from None
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
+    for number, line in enumerate(io.StringIO(text), 1):
+        if not line.strip():
+            continue
         try:
             entry = json.loads(line)
             if line.endswith("\n") and "error" not in entry:
@@ -228,7 +236,8 @@ def finished_ids(output: Path) -> set[Id]:
             if line.endswith("\n"):
                 raise ValueError(f"{output}, line {number}: no result of an earlier run; choose another file") from None
     if (repaired := "".join(kept)) != text:
-        temporary = output.with_name(output.name + ".tmp")
-        temporary.write_text(repaired, encoding="utf-8")
-        temporary.replace(output)
+        with NamedTemporaryFile("w", encoding="utf-8", dir=output.parent, prefix=output.name, delete=False) as file:
+            file.write(repaired)
+        shutil.copymode(output, file.name)
+        os.replace(file.name, output)
     return ids

@@ -175,7 +175,10 @@ def dtype_name(dtype: Any) -> str | None:
     """A dtype of weights by its name in config.json, None for None. Raises ValueError for others."""
     if dtype is None:
         return None
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = dtype
     check(name in DTYPES, "dtype", name, "one of " + ", ".join(DTYPES))
     return name
 
@@ -192,6 +195,8 @@ def _tokenizer(directory: Path, given: Any) -> Tokenizer | None:
     if isinstance(given, str | Path):
         return Tokenizer.from_file(given)
     if given is not None:
+        known = hasattr(getattr(given, "backend_tokenizer", given), "get_added_tokens_decoder")
+        check(known, "tokenizer", given, "the path of a tokenizer.json, or a tokenizer of tokenizers or transformers")
         return Tokenizer(given)
     path = directory / "tokenizer.json"
     return Tokenizer.from_file(path) if path.is_file() else None

@@ -6,6 +6,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -19,9 +20,11 @@ from dgemma_jax.parallel import mesh_of
 
 def run(args: Namespace) -> int:
     """Answers the lines of args.input; 1 if some could not be answered. ValueError or OSError for what cannot begin."""
-    sampling, shard = sampling_of(args), Shard.parse(args.shard) if args.shard else EVERYTHING
+    sampling, shard = sampling_of(args), EVERYTHING if args.shard is None else Shard.parse(args.shard)
     mesh = mesh_of(args)
     source, output = Path(args.input), Path(args.output)
+    if output.is_dir():
+        raise ValueError(f"--output is {args.output!r}, a directory; expected a file for the answers")
     if source.resolve() == output.resolve():
         raise ValueError(f"--output is {output}, the input itself; choose another file")
     if source.exists() and not source.is_file():
@@ -34,7 +37,7 @@ def run(args: Namespace) -> int:
     model = load_model(args, console, mesh)
     how = {"seed": args.seed, "slots": args.slots, "raw": args.raw, "shard": shard, "done": done}
     failed = 0
-    with output.open("a", encoding="utf-8") as file, Tally(console, total, len(done)) as tally:
+    with _named(output), output.open("a", encoding="utf-8") as file, Tally(console, total, len(done)) as tally:
         for result in answers(model, _lines(source), sampling, **how):
             tally.add(result)
             if not isinstance(result, Canvas):
@@ -43,6 +46,16 @@ def run(args: Namespace) -> int:
                 file.flush()
     console.print(f"dgemma: {total - failed} of {total} answered, {failed} failed", highlight=False)
     return 1 if failed else 0
+
+
+@contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """An error in writing names the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(output)
+        raise
 
 
 def _lines(source: Path) -> Iterator[str]:

@@ -19,10 +19,11 @@ def run(args: Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # a GPU would only be filled up
 
-    from dgemma_jax.checkpoint import open_directory
+    from dgemma_jax.checkpoint import open_directory, text_of
     from dgemma_jax.convert.conversion import convert
 
     opened = open_directory(args.source, verify=True)
+    text_of(opened)  # what is copied must be readable, too
     started = time.perf_counter()
     with byte_progress() as progress:
         done = convert(

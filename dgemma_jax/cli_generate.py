@@ -53,8 +53,9 @@ def run(args: Namespace) -> int:
 
     model = load_model(args, console, mesh)
     as_they_are = args.raw or model.tokenizer is None
-    turn = model.reader.user_turn
-    inputs = [(prompt, args.image) if as_they_are else turn(prompt, args.image or ())[:2] for prompt in prompts]
+    inputs = [(prompt, args.image) for prompt in prompts]
+    if not as_they_are:
+        inputs = [model.reader.user_turn(prompt, args.image or ())[:2] for prompt in prompts]
     if args.watch:
         from dgemma_jax.cli_watch import watch
 
@@ -77,7 +78,7 @@ def _is_batch(args: Namespace) -> bool:
     """Whether a file of prompts is to be answered. ValueError where the options do not go together."""
     if args.input is None:
         for name in ("output", "resume", "shard"):
-            if getattr(args, name):
+            if getattr(args, name) not in (None, False):
                 raise ValueError(f"--{name} goes with --input, the file of prompts")
         return False
     if args.output is None:

@@ -36,12 +36,12 @@ def infill_canvas(
             f"the tokenizer has no {END_OF_TURN}, with which an infilled answer ends; pass canvas and pinned"
         )
     left, right = (tokenizer.encode(part, control=False) for part in text.split(GAP))
-    canvas = [*left, *[-1] * gap_tokens, *right, specials[END_OF_TURN]]
-    if len(canvas) > canvas_length:
+    if (length := len(left) + gap_tokens + len(right) + 1) > canvas_length:
         raise ValueError(
-            f"text and gap take {len(canvas)} tokens with the end of the turn; a canvas holds {canvas_length}: "
+            f"text and gap take {length} tokens with the end of the turn; a canvas holds {canvas_length}: "
             "shorten the text around the gap"
         )
+    canvas = [*left, *[-1] * gap_tokens, *right, specials[END_OF_TURN]]
     pinned = [id != -1 for id in canvas]
     rest = canvas_length - len(canvas)
     prompt = encode_chat([{"role": "user", "content": f"{ASK}{text}"}], tokenizer)

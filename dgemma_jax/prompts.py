@@ -57,9 +57,9 @@ class PromptReader:
         if len(ids) == 0:
             raise ValueError(f"prompt {prompt!r} is empty; expected text or at least one token id")
         vocab = self.config.vocab_size
-        bad = next((id for id in ids if not is_int(id) or id >= vocab), None)
-        if bad is not None:
-            raise ValueError(f"prompt holds token id {bad!r:.60}; expected integers in 0 .. {vocab - 1}")
+        for id in ids:
+            if not is_int(id) or id >= vocab:
+                raise ValueError(f"prompt holds token id {id!r:.60}; expected integers in 0 .. {vocab - 1}")
         places = placed(ids, prepared, self.config) if reads_images(self.config) else ()
         return Encoded(tuple(int(id) for id in ids), places)
 

@@ -174,7 +174,7 @@ class Sampling:
                 converted = convert(value)
             except (TypeError, ValueError):
                 shown = repr(value).replace("\n", "")  # an array's would take several lines
-                raise ValueError(f"{name} is {shown}; expected {expected}") from None
+                raise ValueError(f"{name} is {shown:.60}; expected {expected}") from None
             object.__setattr__(self, name, converted)
         low, high = self.t_min, self.t_max
         if isinstance(low, float) and isinstance(high, float) and high <= low:

@@ -13,7 +13,7 @@ from dgemma_jax.config import is_int
 from dgemma_jax.events import ChatMessage
 from dgemma_jax.sampling import Sampling
 from dgemma_jax.text.response import ToolCall
-from dgemma_jax.text.schema import function_of, normalise
+from dgemma_jax.text.schema import Budget, function_of, normalise
 from dgemma_jax.text.segments import Segments
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def run_tools(
     if not isinstance(functions, Mapping) or not all(map(callable, functions.values())):
         raise ValueError(f"functions is {functions!r:.80}; expected a mapping from names to Python functions")
     tools = [declaration(name, function) for name, function in functions.items()] if tools is None else list(tools)
-    parameters = {f["name"]: normalise(f.get("parameters") or {})[0] for f in map(function_of, tools)}
+    budget = Budget()
+    parameters = {f["name"]: normalise(f.get("parameters") or {}, budget=budget)[0] for f in map(function_of, tools)}
     if set(parameters) != set(functions):
         odd = sorted(set(parameters) ^ set(functions))
         raise ValueError(f"tools and functions differ in {', '.join(odd)}; every function needs its declaration")

@@ -227,6 +227,37 @@ def test_lines_with_errors_are_counted_and_tried_again(command, capsys):
     assert len(output.read_text().splitlines()) == 6
 
 
+def test_a_link_to_the_output_stays_one_and_what_lies_beside_it_stays(command, tmp_path):
+    run, _, output = command
+    run()
+    whole, text = stored(output), output.read_bytes()
+    output.rename(tmp_path / "real.jsonl")
+    output.symlink_to("real.jsonl")
+    (tmp_path / "real.jsonl").write_bytes(text[:-5])
+    (tmp_path / "out.jsonl.tmp").write_text("precious")
+    assert run("--resume") == 0
+    assert output.is_symlink() and stored(tmp_path / "real.jsonl") == whole
+    assert (tmp_path / "out.jsonl.tmp").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.tmp", "real.jsonl"]
+
+
+def test_lines_end_at_line_ends_alone(command):
+    """Another tool may have written the results anew, with characters that Python takes for line ends."""
+    run, _, output = command
+    run()
+    found = [json.loads(line) | {"note": "a\u2028b\x85c"} for line in output.read_text().splitlines()]
+    output.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n\n" for entry in found))
+    assert run("--resume") == 0
+    assert [json.loads(line) for line in output.read_text().split("\n") if line] == found
+
+
+def test_a_full_disk_is_told_with_the_file(command, capsys):
+    run, _, output = command
+    output.symlink_to("/dev/full")
+    assert run() == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"No space left on device: '{output}'")
+
+
 def test_a_pipe_is_refused(command, capsys):
     """It could be read once only."""
     run, source, _ = command
@@ -270,6 +301,11 @@ def test_a_file_that_is_there_is_not_touched_unasked(command, capsys):
         (["--input", "a"], "--input needs --output"),
         (["--resume"], "--resume goes with --input"),
         (["--output", "b", "hello"], "--output goes with --input"),
+        (["--output", "", "hello"], "--output goes with --input"),
+        (["--shard", "", "hello"], "--shard goes with --input"),
+        (["--input", "a", "--output", "b", "--shard", ""], "shard ''; expected i/n"),
+        (["--input", "a", "--output", "b", "--shard", "0/" + "9" * 5000], "expected i/n"),
+        (["--input", "a", "--output", ""], "--output is '', a directory"),
         (["--input", "a", "--output", "b", "hello"], "takes its prompts from the file"),
         (["--input", "a", "--output", "b", "--shard", "4/4"], "shard '4/4'; expected i/n"),
     ],

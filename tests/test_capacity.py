@@ -116,6 +116,7 @@ def test_a_pass_of_a_small_model_takes_little():
         {"memory_fraction": "all"},
         {"prefill_chunk": 0},
         {"prefix_cache_bytes": -1},
+        {"compilation_cache": 5},
         {"attention_implementation": "flash_attn"},
     ],
 )
@@ -123,6 +124,8 @@ def test_bad_settings_are_refused(model, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]) as error:
         dg.Engine(model, **wrong)
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"model is 'tiny'; expected a dg.Model"):
+        dg.Engine("tiny")
 
 
 def test_a_shorter_context_holds_for_the_requests(model):

@@ -86,6 +86,13 @@ def test_dtypes(directory, dtype):
 def test_an_unknown_dtype_is_refused(directory):
     with pytest.raises(ValueError, match="dtype is 'int8'; expected one of bfloat16, float32, float16"):
         open_checkpoint(directory, dtype="int8")
+    with pytest.raises(ValueError, match="dtype is 5; expected one of bfloat16"):
+        open_checkpoint(directory, dtype=5)
+
+
+def test_what_is_no_tokenizer_is_refused(directory):
+    with pytest.raises(ValueError, match=r"tokenizer is 5; expected the path of a tokenizer\.json"):
+        open_checkpoint(directory, tokenizer=5)
 
 
 def test_the_tokenizer_of_the_directory_gives_the_placeholders(directory):

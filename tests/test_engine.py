@@ -171,6 +171,16 @@ def test_bad_requests_are_refused_at_once(engine):
     for drafts in (0, -1, 1.5, "often"):
         with pytest.raises(ValueError, match="drafts is"):
             engine.submit("w5", drafts=drafts)
+    with pytest.raises(ValueError, match=r"request is None; expected what model\.request returns"):
+        engine.submit_request(None)
+    assert engine.error is None
+
+
+def test_a_fork_is_told_that_the_engine_stayed_behind(engine, monkeypatch):
+    """It would wait for ever: a fork has no other thread."""
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
+        engine.submit([5])
 
 
 def test_a_worker_that_dies_tells_everybody(model, monkeypatch):

@@ -324,6 +324,7 @@ def test_knobs_and_prompts_compile_nothing_new(model):
         ([[1, -1]], {}, "token id -1"),
         ([[1, 2.5]], {}, "token id 2.5"),
         ([[1, True]], {}, "token id True"),
+        ([[1, None]], {}, "token id None"),
         ([5, 6], {}, "prompt 5 is neither text nor a list"),
         ([b"w5"], {}, "neither text nor"),
         ([[1]], {"suppress": [96]}, "suppress holds token id 96"),

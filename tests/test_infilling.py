@@ -48,6 +48,7 @@ def test_it_asks_what_the_bundled_model_is_taught():
         (TEXT, 0, "gap_tokens is 0"),
         (TEXT, 2.0, "gap_tokens is 2.0"),
         (TEXT, 30, "a canvas holds 32: shorten the text"),
+        (TEXT, 10**12, "a canvas holds 32: shorten the text"),  # which no memory would hold
     ],
 )
 def test_what_cannot_be_filled_is_refused(text, gap, message):

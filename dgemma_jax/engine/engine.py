@@ -14,20 +14,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dgemma_jax.api import Model
 from dgemma_jax.compilation import keep_on_disk
 from dgemma_jax.config import is_int, is_number
 from dgemma_jax.engine.capacity import MEMORY_FRACTION, plan
 from dgemma_jax.engine.job import draft_interval
 from dgemma_jax.engine.prefix_cache import PrefixCache
+from dgemma_jax.engine.request import Request
 from dgemma_jax.engine.scheduler import PREFILL_CHUNK
 from dgemma_jax.engine.worker import Worker
 from dgemma_jax.parallel import check_parallel
 
 if TYPE_CHECKING:
-    from dgemma_jax.api import Model, Prompt
+    from dgemma_jax.api import Prompt
     from dgemma_jax.diffusion.policy import Policy
     from dgemma_jax.engine.handle import Handle
-    from dgemma_jax.engine.request import Request
     from dgemma_jax.engine.stats import EngineStats
     from dgemma_jax.sampling import Sampling
 
@@ -64,6 +65,8 @@ class Engine:
         compilation_cache: str | Path | None = None,
         pipeline_parallel_size: int = 1,
     ):
+        if not isinstance(model, Model):
+            raise ValueError(f"model is {model!r:.60}; expected a dg.Model, as dg.load returns")
         check_parallel(pipeline_parallel_size=pipeline_parallel_size)
         if prefix_cache_bytes is not None and not is_int(prefix_cache_bytes):
             raise ValueError(f"prefix_cache_bytes is {prefix_cache_bytes!r}; expected bytes, 0 for none, or None")
@@ -73,6 +76,8 @@ class Engine:
         wanted = (slots, max_model_len, longest, prefix_cache_bytes, memory_fraction)
         planned = plan(model.config, model.dtype, *wanted, mesh=model.mesh)
         if compilation_cache is not None:
+            if not isinstance(compilation_cache, str | Path):
+                raise ValueError(f"compilation_cache is {compilation_cache!r}; expected a directory, or None")
             keep_on_disk(compilation_cache)
         self.model = model.variant(planned.max_model_len, attention_implementation)
         self._scheduler = self.model.scheduler(planned.slots, policy, fixed=True, prefill_chunk=prefill_chunk)
@@ -101,6 +106,8 @@ class Engine:
 
     def submit_request(self, request: Request, drafts: int | None = None) -> Handle:
         """`submit` for a request that `model.request` has checked; drafts: see there."""
+        if not isinstance(request, Request):
+            raise ValueError(f"request is {request!r:.60}; expected what model.request returns")
         return self._worker.submit(request, draft_interval(drafts))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Worker:
         self._wanted: list[Callable[[], None]] = []  # what callers ask for, done by the thread
         self._changed = threading.Condition()
         self._closing = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name="dgemma-engine", daemon=True)
         self._thread.start()
         _running.add(self)
@@ -80,6 +82,8 @@ class Worker:
             self._thread.join()
 
     def _check_open(self) -> None:
+        if os.getpid() != self._process:  # a fork has no other thread
+            raise RuntimeError("the engine belongs to the process that this one was forked from; make a new one")
         if self.error is not None:
             raise RuntimeError(FAILED.format(self.error))
         if self._closing:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import threading
+import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 MOST_PIXELS = 89_478_485  # where Pillow, too, suspects a decompression bomb: 256 MiB of RGB
 # Raster formats alone: others of Pillow's run programs or read further files.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_opening = threading.Lock()  # warnings are caught for all threads of a process
 SOURCES = "a path, the bytes of an image file, a data: URL, a PIL image or an array"
 
 
@@ -62,7 +65,8 @@ def _read(data: bytes | Path, name: str) -> np.ndarray:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        image = Image.open(BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS)
+        with _opening, warnings.catch_warnings(action="ignore"):  # its warning of a bomb; the size is checked below
+            image = Image.open(BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"{name} is none that can be read; expected {', '.join(FORMATS)}") from None
     except Exception as error:  # headers of damaged files, too, see below; and what Pillow takes for a bomb

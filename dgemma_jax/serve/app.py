@@ -220,7 +220,8 @@ class _Service:
         finally:
             if not work.done():
                 kept = room.pop_all()
-                work.add_done_callback(lambda _: kept.close())
+                # Its error, if it has one, is asked for so that asyncio does not report it as forgotten.
+                work.add_done_callback(lambda work: (kept.close(), work.cancelled() or work.exception()))
 
     async def _whole(
         self, answers: Sequence[Answer], shown: Format, ticket: Ticket, headers: Mapping[str, str]

@@ -112,6 +112,7 @@ def _invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> APIError:
         return APIError(400, f"the body cannot be used: {first['msg']}")
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     name = str(path[-1])
+    param = param if param.isprintable() and param else repr(param)
     if first["type"] == "missing":
         return APIError(400, f"{param!s:.200} is missing; /docs lists the fields", param[:200])
     if first["type"] == "extra_forbidden":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -135,8 +136,9 @@ def _client(load: Load) -> httpx2.AsyncClient:
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     limits = httpx2.Limits(max_connections=None)  # how many there are is the load's to say
     try:
+        urlsplit(base).port  # which must be one  # noqa: B018
         return httpx2.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=load.timeout)
-    except httpx2.InvalidURL as error:
+    except (httpx2.InvalidURL, ValueError) as error:
         raise ValueError(f"base URL {load.base_url!r} is none ({error})") from None
 
 

@@ -8,7 +8,7 @@ shipped one opens a second turn inside the first. And a turn that the template c
 
 from collections.abc import Mapping, Sequence
 
-from dgemma_jax.text.schema import declare
+from dgemma_jax.text.schema import Budget, declare
 from dgemma_jax.text.segments import PLACEHOLDERS, Segments, json_object
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -99,8 +99,9 @@ def _system_turn(out: Segments, message: Mapping | None, tools, thinking: bool) 
                 kind = part["type"]
                 raise ValueError(f"messages[0].content: expected text in the system message, got {kind!r}; move it")
             out.text(_text(part).strip() + " ")
+    budget = Budget()
     for index, tool in enumerate(tools):
-        declare(tool, out, f"tools[{index}]")
+        declare(tool, out, f"tools[{index}]", budget)
     out.control("<turn|>").text("\n")
 
 

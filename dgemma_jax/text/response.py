@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dgemma_jax.text.call import BARE_HEADER, HEADER, CallScanner
-from dgemma_jax.text.schema import function_of, normalise
+from dgemma_jax.text.schema import Budget, function_of, normalise
 from dgemma_jax.text.values import typed
 
 _ENDS = ("<turn|>", "<eos>", "<|tool_response>")
@@ -128,7 +128,8 @@ class ResponseStream:
 
     def __init__(self, tools: Sequence[Mapping] | None = None, in_thought: bool = False):
         functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
-        self._schemas = {f["name"]: normalise(f.get("parameters") or {})[0] for f in functions}
+        budget = Budget()
+        self._schemas = {f["name"]: normalise(f.get("parameters") or {}, budget=budget)[0] for f in functions}
         self._text, self._pos, self._offset = "", 0, 0  # the window, the place in it, the window's place in the stream
         self._final = self._finished = False
         self._thinking = self._run_thinks = in_thought

@@ -29,14 +29,21 @@ def function_of(tool: Mapping, path: str = "tools[]") -> Mapping:
     return function
 
 
-def normalise(schema: Mapping, path: str = "parameters") -> tuple[dict, list[str]]:
+class Budget:
+    """How many schemas may still be read: of all tools of a prompt together, since each may be made of references."""
+
+    def __init__(self) -> None:
+        self.left = _MAX_COUNT
+
+
+def normalise(schema: Mapping, path: str = "parameters", budget: Budget | None = None) -> tuple[dict, list[str]]:
     """A schema without $ref, allOf, oneOf, const and type lists that hold null; and a line for each thing given up.
 
     A lone alternative beside null is written in place with `nullable`, alternatives that are only types become a list
     of types, other alternatives stay under `anyOf`. Keys that only annotate (title, $schema, ...) are left out.
     """
     problems: list[str] = []
-    return _Normaliser(schema, problems).schema(schema, path, ()), problems
+    return _Normaliser(schema, problems, budget or Budget()).schema(schema, path, ()), problems
 
 
 def _below(path: str, name: str) -> str:
@@ -44,9 +51,9 @@ def _below(path: str, name: str) -> str:
 
 
 class _Normaliser:
-    def __init__(self, root: Mapping, problems: list[str]):
-        self.root, self.problems = root, problems
-        self.depth, self.count, self.full = 0, 0, False
+    def __init__(self, root: Mapping, problems: list[str], budget: Budget):
+        self.root, self.problems, self.budget = root, problems, budget
+        self.depth, self.full = 0, False
 
     def give_up(self, path: str, why: str) -> None:
         """Notes a problem; a document with very many is told a few of them."""
@@ -54,8 +61,8 @@ class _Normaliser:
             self.problems.append(f"{path}: {why}")
 
     def schema(self, schema, path: str, seen: tuple[str, ...]) -> dict:
-        self.count += 1
-        if self.depth == _MAX_DEPTH or self.count >= _MAX_COUNT:
+        self.budget.left -= 1
+        if self.depth == _MAX_DEPTH or self.budget.left <= 0:
             if not self.full:
                 self.full = self.depth < _MAX_DEPTH
                 self.give_up(path, f"nested more than {_MAX_DEPTH} deep or {_MAX_COUNT} schemas in all")
@@ -89,7 +96,8 @@ class _Normaliser:
             if ref in seen or not ref.startswith("#") or not isinstance(target, Mapping):
                 self.give_up(path, f"$ref {ref!r:.60} is {'recursive' if ref in seen else 'not found'}")
                 break
-            self.count += len(target)  # copied at every reference: a small document could ask for a large one often
+            # Copied at every reference: a small document could ask for a large one often.
+            self.budget.left -= len(target)
             seen, schema = (*seen, ref), {**target, **schema}
         return schema, seen
 
@@ -163,23 +171,24 @@ def _with_type(schema: dict) -> dict:
     return {**schema, "type": implied} if implied else schema
 
 
-def declare(tool: Mapping, out: Segments, path: str) -> None:
+def declare(tool: Mapping, out: Segments, path: str, budget: Budget) -> None:
     """Appends the declaration of a tool. Warns of each part of its schema that the grammar cannot carry."""
     function = function_of(tool, path)
     out.control("<|tool>").text(f"declaration:{function['name'].strip()}{{description:")
     out.quoted(function.get("description") or "")
     if function.get("parameters"):
+        parameters = _reported(function["parameters"], function["name"], budget)
         out.text(",parameters:")
-        _declare_schema({"type": "object", **_reported(function["parameters"], function["name"])}, out, top=True)
+        _declare_schema({"type": "object", **parameters}, out, top=True)
     if "response" in function:
-        response = _reported(function["response"] or {}, f"{function['name']} response")
+        response = _reported(function["response"] or {}, f"{function['name']} response", budget)
         out.text(",response:")
         _declare_schema({key: response[key] for key in ("description", "type") if key in response}, out, top=True)
     out.text("}").control("<tool|>")
 
 
-def _reported(schema: Mapping, path: str) -> dict:
-    schema, problems = normalise(schema, path)
+def _reported(schema: Mapping, path: str, budget: Budget) -> dict:
+    schema, problems = normalise(schema, path, budget)
     for problem in problems:
         warnings.warn(f"tool schema, {problem}: left out of the prompt", stacklevel=2)
     return schema

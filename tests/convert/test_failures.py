@@ -111,6 +111,13 @@ def test_a_wrong_config_names_both_shapes_and_makes_nothing(source, tmp_path, ca
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.parametrize(("file", "text"), [("tokenizer.json", ""), ("generation_config.json", "[]")])
+def test_what_is_only_copied_is_read_before_anything_is_replaced(source, tmp_path, capsys, file, text):
+    (source / file).write_text(text)
+    assert file in error_of(capsys, "convert", source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
 def shards(source: Path) -> None:
     """Splits the model into two files."""
     tensors = random_tensors(SMALL)

@@ -342,6 +342,7 @@ def test_no_metrics_is_said(capsys):
         (["--prompts", "x", "--input-words", "2"], "drop it or --prompts"),
         (["--base-url", "localhost:8000"], "base URL 'localhost:8000'; expected one such as http://127.0.0.1:8000"),
         (["--base-url", "http://127.0.0.1:x"], "base URL 'http://127.0.0.1:x'"),
+        (["--base-url", "http://127.0.0.1:99999"], "base URL 'http://127.0.0.1:99999' is none (Port out of range"),
         (["--prompts", "/nowhere"], "No such file or directory: '/nowhere'"),
     ],
 )

@@ -55,7 +55,7 @@ def check(response) -> None:
 
 
 def fields(path: str) -> st.SearchStrategy:
-    names = [*ROUTES[path].model_fields, *REFUSED, "frobnicate"]
+    names = [*ROUTES[path].model_fields, *REFUSED, "frobnicate", "", "a\nb"]
     return st.dictionaries(st.sampled_from(names), values, max_size=3)
 
 

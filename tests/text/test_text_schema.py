@@ -1,5 +1,6 @@
 """Tool schemas: what their declaration carries, what is reported, what they normalise to."""
 
+import time
 import warnings
 
 import pytest
@@ -85,6 +86,18 @@ def test_a_schema_that_doubles_at_each_level_ends():
         deep = {"type": "array", "items": deep}
     assert normalise(deep)[1] == ["parameters" + "[]" * 64 + ": nested more than 64 deep or 10000 schemas in all"]
     ResponseStream([{"function": {"name": "f", "parameters": schema}}])
+
+
+@pytest.mark.filterwarnings("ignore:tool schema")
+def test_many_such_schemas_cost_no_more_than_one():
+    """They share a budget, in the prompt and where calls are read."""
+    defs = {f"a{n}": {"properties": {name: {"$ref": f"#/$defs/a{n + 1}"} for name in "xy"}} for n in range(60)}
+    function = {"name": "f", "description": "d", "parameters": {"$ref": "#/$defs/a0", "$defs": defs}}
+    one, many = (render_chat([], tools=[{"function": function}] * n, add_generation_prompt=False) for n in (1, 40))
+    assert len(many) < 1.5 * len(one)
+    started = time.perf_counter()
+    ResponseStream([{"function": function | {"name": f"f{n}"}} for n in range(400)])
+    assert time.perf_counter() - started < 20  # minutes if each had a budget of its own
 
 
 def test_a_schema_of_long_names_or_many_references_costs_little():

@@ -1,7 +1,7 @@
 """The server under load, over HTTP, at several concurrencies: `python -m benchmarks.serve`.
 
 Starts `dgemma serve --model tiny` on a free port of this machine, waits until it is ready, and sends sudokus, lists to
-reverse and sort, and counting, each concurrency the same prompts after a round that is not measured.
+reverse and to sort, each concurrency the same prompts after a round that is not measured.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from dgemma_jax.serve.load import Load, Prompt, measure
 from dgemma_jax.train.skills import SKILLS
 
 RESULTS = Path(__file__).parent / "results" / "serve.json"
-ASKED, SLOTS, START, STOP = ("sudoku", "reverse", "sort", "count"), 8, 1800, 60  # skills, rows, seconds
+ASKED, SLOTS, START, STOP = ("sudoku", "reverse", "sort"), 8, 1800, 60  # skills, rows, seconds
 SHOWN = ("request_throughput", "output_throughput", "median_ttft_ms", "median_e2el_ms", "p99_e2el_ms")
 PER_STEP = ("diffusion_steps_per_canvas", "diffusion_committed_per_step")
 

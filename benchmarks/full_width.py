@@ -67,6 +67,7 @@ def measure(root: Path) -> None:
         convert = ("-m", "dgemma_jax.cli", "convert", root / "source", target, "--quantize", quantization)
         told, converted = child(*convert)
         found, generated = child("-m", "benchmarks.full_width", "--generate", target)
+        told = told.removeprefix(f"{root}/")
         report[quantization] = {"told": told, "convert": converted, "generate": generated} | json.loads(found)
     worst = max(report[name][part]["peak bytes"] for name in QUANTIZATIONS for part in ("convert", "generate"))
     report["worst peak bytes"] = worst

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from dgemma_jax.serve.load import Load
 
 SERVE = "Send chat completions to a running server with OpenAI's interface and measure the answers."
@@ -100,21 +102,27 @@ def _measured(load: Load) -> dict[str, Any]:
         return asyncio.run(measure(load, lambda outcome: progress.advance(task)))
 
 
+def table(title: str, rows: Sequence[tuple[str, str, str]], found: dict[str, Any]) -> Table:
+    """Of the figures that are known. rows: of each what it is, its name, and how it is written."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))
+    made.title, made.title_justify = title, "left"
+    made.add_column()
+    made.add_column(justify="right")
+    for what, name, form in rows:
+        if found[name] is not None:
+            made.add_row(what, format(found[name], form))
+    return made
+
+
 def _print(found: dict[str, Any]) -> None:
     """A table of what is known, then what went wrong."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.title, table.title_justify = f"{found['model_id']} at {found['base_url']}", "left"
-    table.add_column()
-    table.add_column(justify="right")
-    for title, name, form in ROWS:
-        if found[name] is not None:
-            table.add_row(title, format(found[name], form))
     console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
+    console.print(table(f"{found['model_id']} at {found['base_url']}", ROWS, found))
     if found["metrics"] is None:
         console.print("The server shows no diffusion counters at /metrics.")
     for error, count in found["errors"].items():

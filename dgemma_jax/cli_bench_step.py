@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
+from dgemma_jax.cli_bench import table
 from dgemma_jax.config import check
 from dgemma_jax.parallel import mesh_of
 
@@ -47,14 +47,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
-    table = Table.grid(padding=(0, 2))
-    table.title, table.title_justify = f"One denoising step of {args.model}", "left"
-    table.add_column()
-    table.add_column(justify="right")
-    for title, name, form in ROWS:
-        if found[name] is not None:
-            table.add_row(title, format(found[name], form))
-    Console(highlight=False, soft_wrap=True).print(table)
+    Console(highlight=False, soft_wrap=True).print(table(f"One denoising step of {args.model}", ROWS, found))
     return 0
 
 

@@ -19,8 +19,8 @@ LEAST_CAPABILITY = (8, 0)
 # Bytes that one program may ask for, by compute capability; the least that any since 8.0 has for those not listed.
 SHARED = {(8, 0): 166_912, (8, 7): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
 LEAST_SHARED = 101_376
-# The most that a tile takes, of Pallas or Triton, on any GPU of mixed_attention/README.md: by bytes of a number and widest
-# head it serves.
+# The most that a tile takes, of Pallas or Triton, on any GPU of mixed_attention/README.md: by bytes of a number and
+# widest head it serves.
 TILE_BYTES = {2: {128: 82_944, 256: 98_848, 512: 67_584}, 4: {128: 53_248, 256: 67_712, 512: 98_304}}
 EXPERT_BYTES = 73_760  # the same of grouped_matmul/README.md, for all its tiles
 ELSEWHERE = ("flashinfer", "cudnn", "flash_attn", "flash_attention")  # kernels of others, asked for by these names
